@@ -1,0 +1,7 @@
+"""The method. Imports torch only: usable in anyone's training loop."""
+
+from .channels import NeuronGroup
+from .errors import PruningError
+from .pruner import GroupReport, Pruner, PruneReport, explain
+
+__all__ = ["GroupReport", "NeuronGroup", "PruneReport", "Pruner", "PruningError", "explain"]

@@ -1,0 +1,120 @@
+"""What consumers take over from removed neurons: the constants they were, folded into the next bias.
+
+Shapes: P positions of what a consumer reads, O its outputs. A compensation gives the constant [P] that stands in for each
+position; removed ones are replaced by it. With zeros (`none`) nothing is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .channels import NeuronGroup, evaluating
+from .errors import PruningError
+from .layers import kind_of
+from .moments import as_samples
+from .recorder import Recorder
+
+COMPENSATIONS: dict[str, str | None] = {  # name → the signal whose mean it needs
+    "none": None,
+    "act_of_mean": "preactivation",
+    "mean": "activation",
+}
+
+
+def constants(
+    name: str, model: nn.Module, groups: Iterable[NeuronGroup], recorder: Recorder, example_inputs: tuple | None
+) -> dict[str, Tensor]:
+    """Consumer → the constant [P] at each position it reads.
+
+    ``mean``: E[h], the mean of what the consumer reads. ``act_of_mean``: act(E[z]), what it would read if every producer
+    wrote its mean (the demo's; by Jensen's inequality not the mean behind a curved activation). ``none``: nothing.
+    """
+    if name == "mean":
+        return {consumer: _mean(recorder, (consumer, "in")) for group in groups for consumer in group.consumers}
+    if name == "act_of_mean":
+        return _act_of_mean(model, list(groups), recorder, example_inputs)
+    return {}
+
+
+def _mean(recorder: Recorder, signal: tuple[str, str]) -> Tensor:
+    moments = recorder.moments(signal)
+    if moments.count == 0:
+        raise PruningError(
+            f"nothing was recorded at {signal[0]!r}, so its mean is unknown: run your loop inside `with pruner.record():`, "
+            'pass prune(calibration=…), or use compensation="none"'
+        )
+    moments.require_finite(signal[0])
+    return moments.mean
+
+
+def _act_of_mean(model: nn.Module, groups: list[NeuronGroup], recorder: Recorder, example_inputs) -> dict[str, Tensor]:
+    """One forward pass in eval mode in which every producer writes E[z], and the consumers tell what they read."""
+    if example_inputs is None:
+        raise PruningError('compensation="act_of_mean" runs the network: give the Pruner example_inputs')
+    modules = dict(model.named_modules())
+    means = {p: _mean(recorder, (p, "out")) for group in groups for p in group.producers}
+    seen: dict[str, Tensor] = {}
+
+    def write_mean(name):
+        def hook(module, inputs, output):
+            mean = means[name].to(output)
+            return mean.reshape([-1 if d == kind_of(module).channel % output.dim() else 1 for d in range(output.dim())]).expand_as(output)
+
+        return hook
+
+    def read(name):
+        def hook(module, inputs):
+            seen[name] = as_samples(inputs[0].detach(), kind_of(module).channel).double().mean(0)
+
+        return hook
+
+    handles = [modules[name].register_forward_hook(write_mean(name)) for name in means]
+    handles += [modules[c].register_forward_pre_hook(read(c)) for group in groups for c in group.consumers]
+    try:
+        with evaluating(model), torch.no_grad():
+            model(*example_inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def folded_bias(module: nn.Module, constant: Tensor, removed: Tensor) -> Tensor:
+    """The bias [O] after the removed positions' constants moved into it: b + W[:, R]·c[R].
+
+    For a convolution the sum runs over the kernel too: exact wherever the kernel does not overlap the zero padding.
+    """
+    weight = module.weight.detach()
+    columns = weight[:, removed.to(weight.device)].double().flatten(2).sum(2) if weight.dim() > 2 else weight[:, removed.to(weight.device)].double()
+    shift = columns @ constant.to(columns)[removed.to(columns.device)]
+    bias = module.bias.detach().double() if module.bias is not None else 0
+    return (bias + shift).to(weight.dtype)
+
+
+@contextmanager
+def replacing(model: nn.Module, replaced: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """The masked network that surgery must equal: inside, each consumer reads constants at its removed positions.
+
+    ``replaced``: consumer → (removed positions, their constants).
+    """
+    modules = dict(model.named_modules())
+
+    def hook(module, inputs, removed, constant):
+        x = inputs[0].clone()
+        dim = kind_of(module).channel % x.dim()
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        return (x.index_copy(dim, removed, constant.to(x).reshape(shape).expand_as(x.index_select(dim, removed))), *inputs[1:])
+
+    handles = [
+        modules[name].register_forward_pre_hook(lambda m, i, r=removed, c=constant: hook(m, i, r, c))
+        for name, (removed, constant) in replaced.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

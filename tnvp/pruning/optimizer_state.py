@@ -1,0 +1,96 @@
+"""Optimizers follow surgery: the same indices cut the state, every parameter keeps its group, order and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import PruningError
+from .surgery import ParameterChange, cut_tensor
+
+Migration = tuple[list[list[Tensor]], dict[Tensor, dict], list[list[str]]]
+
+
+def plan_migration(optimizer: Optimizer, changes: Iterable[ParameterChange]) -> Migration:
+    """The optimizer's parameters and state after the changes; the optimizer is untouched. Raises where a state can't be cut."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PruningError("LBFGS keeps its history as flat vectors over all parameters, which can't be cut: "
+                           "make a new optimizer after pruning (Pruner(optimizer=None))")  # fmt: skip
+    changes = [c for c in changes if isinstance(c.new, nn.Parameter)]
+    replaced = {id(c.old): c for c in changes if c.old is not None}
+    added = {id(c.beside): c for c in changes if c.old is None}
+    parameters, names, state = [], [], {}
+    for group in optimizer.param_groups:
+        parameters.append([])
+        names.append([])
+        for position, old in enumerate(group["params"]):
+            name = group["param_names"][position] if "param_names" in group else None
+            change = replaced.get(id(old))
+            new = old if change is None else change.new
+            parameters[-1].append(new)
+            names[-1].append(name)
+            if old in optimizer.state:
+                state[new] = optimizer.state[old] if change is None else _cut_state(optimizer, change)
+            if id(old) in added:
+                bias = added[id(old)].new
+                parameters[-1].append(bias)
+                names[-1].append(name and name.rpartition(".")[0] + ".bias")
+                fresh = _fresh_state(optimizer, group, bias)
+                state |= {bias: fresh} if fresh else {}
+    return parameters, state, names
+
+
+def _cut_state(optimizer: Optimizer, change: ParameterChange) -> dict:
+    cut = {}
+    for key, value in optimizer.state[change.old].items():
+        if isinstance(value, Tensor) and value.numel() > 1:
+            if value.shape != change.old.shape:
+                raise PruningError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for {change.layer}.{change.tensor} "
+                    f"of shape {list(change.old.shape)}: such a state can't be cut. Make a new optimizer after pruning "
+                    "(Pruner(optimizer=None)), or use one with states shaped like its parameters (SGD, Adam, AdamW, …)"
+                )
+            cut[key] = cut_tensor(value, change.kept)
+        elif isinstance(value, list | dict | tuple):
+            raise PruningError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}, which can't be cut")
+        else:
+            cut[key] = value
+    return cut
+
+
+def _fresh_state(optimizer: Optimizer, group: dict, parameter: Tensor) -> dict:
+    """The state a new parameter has in this optimizer: none, except for Adagrad, which makes it in its constructor."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return torch.optim.Adagrad([{"params": [parameter], **options}]).state[parameter]
+
+
+def execute_migration(optimizer: Optimizer, migration: Migration) -> None:
+    """Put the planned parameters and state in place."""
+    parameters, state, names = migration
+    for group, members, labels in zip(optimizer.param_groups, parameters, names, strict=True):
+        group["params"] = members
+        if "param_names" in group:
+            group["param_names"] = labels
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def check_membership(model: nn.Module, optimizer: Optimizer, known: set[str]) -> None:
+    """Prove that every parameter that the optimizer trained before (``known`` names) is in it exactly once."""
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if len(held) != len(set(held)):
+        raise PruningError("the optimizer holds a parameter twice")
+    missing = [name for name, p in model.named_parameters() if name in known and id(p) not in set(held)]
+    if missing:
+        raise PruningError(f"the optimizer lost {', '.join(missing)}")
+
+
+def known_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """Names of the model's parameters that the optimizer holds."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {name for name, p in model.named_parameters() if id(p) in held}

@@ -1,0 +1,400 @@
+"""Pruner: record while the network trains, then score, select, compensate, shrink and migrate the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .channels import NeuronGroup, NeuronGroups, complete_groups, evaluating, find_groups, layer_names
+from .compensation import COMPENSATIONS, constants
+from .cost import flop_count, parameter_count
+from .criteria import CRITERIA, Evidence, Side
+from .errors import PruningError
+from .layers import kind_of
+from .optimizer_state import check_membership, execute_migration, known_names, plan_migration
+from .recorder import Recorder, TraceRow
+from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold
+from .surgery import Cuts, cuts_for, execute, plan
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What one event did to one group. Indices are those the group's neurons had just before the event."""
+
+    name: str
+    producers: list[str]
+    passengers: list[str]
+    consumers: list[str]
+    removed: list[int]
+    kept: list[int]
+    scores: Tensor  # [N], higher is more needed
+    removed_in: dict[str, list[int]]  # layer → indices removed on that layer's own dimension
+    removed_ids: list[int]  # the removed neurons' ids at birth
+    kept_ids: list[int]
+
+    @property
+    def threshold(self) -> float | None:
+        """The highest score among the removed neurons; None if none was removed."""
+        return float(self.scores[self.removed].max()) if self.removed else None
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """One prune event. Fractions are of the original network; ``output_error`` needs calibration data."""
+
+    requested: dict[str, float]
+    neuron_sparsity: float
+    parameter_sparsity: float
+    flops_reduction: float | None
+    parameters: int
+    flops: int | None  # of example_inputs, one forward pass
+    output_error: float | None  # ‖after − before‖ / ‖before‖ over the calibration batches' outputs
+    seconds: float
+    groups: list[GroupReport] = field(repr=False)
+    cuts: Cuts = field(repr=False)
+
+    def __str__(self) -> str:
+        asked = ", ".join(f"{name} {value:g}" for name, value in self.requested.items())
+        lines = [
+            f"asked for {asked}: {self.neuron_sparsity:.1%} of the neurons and "
+            f"{self.parameter_sparsity:.1%} of the parameters are gone"
+            + (f", FLOPs down {self.flops_reduction:.1%}" if self.flops_reduction is not None else "")
+        ]
+        lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
+        return "\n".join(lines)
+
+
+class Pruner:
+    """Watches a network's neurons while it trains and removes those that hardly vary.
+
+    Args:
+        model: any network torch.fx can trace, changed in place by `prune`.
+        optimizer: its optimizer, which follows every event; None if there is none yet.
+        example_inputs: what one forward pass takes, a tensor or a tuple; traces the network and counts FLOPs.
+        criterion: a name in `CRITERIA`. compensation: a name in `COMPENSATIONS`.
+        window: what scores look at: "cumulative", "since_prune" or "ema".
+        ignore: names of layers whose neurons stay.
+        groups: neuron groups by hand, for networks that can't be traced.
+        averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
+        seed: of the criterion "random".
+
+    Raises:
+        PruningError: bad arguments, an unknown name, nothing prunable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer | None = None,
+        example_inputs: Tensor | tuple | None = None,
+        criterion: str = "variance",
+        compensation: str = "mean",
+        window: str = "cumulative",
+        ignore: Iterable[str] = (),
+        groups: Sequence[NeuronGroup] | None = None,
+        averaged: Iterable[nn.Module] = (),
+        seed: int = 0,
+    ):
+        _choose("criterion", criterion, CRITERIA)
+        _choose("compensation", compensation, COMPENSATIONS)
+        if example_inputs is None and groups is None:
+            raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
+        self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
+        self.criterion, self.compensation = criterion, compensation
+        self._inputs = example_inputs if isinstance(example_inputs, tuple | None) else (example_inputs,)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.groups = find_groups(model, example_inputs) if groups is None else complete_groups(model, groups)
+        self._ignore(ignore)
+        self._require_something_prunable()
+        self._trained = self._check_optimizer()
+        self._original = {group.name: group.size for group in self.groups if group.prunable}
+        self._parameters, self._flops = parameter_count(model), self._count_flops(model)
+        signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
+        self._recorder = Recorder(model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), window)
+
+    # Recording.
+
+    def record(self) -> AbstractContextManager[None]:
+        """Watch every forward pass inside the block; the result of the forward never changes."""
+        return self._recorder.record()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, nothing is recorded: for validation within a `record` block."""
+        return self._recorder.paused()
+
+    def close_window(self, step: int | None = None) -> None:
+        """End a recording window: its moments become rows of `trace`. ``step`` defaults to the batches seen."""
+        self._recorder.close_window(self._recorder.batches if step is None else step)
+
+    @property
+    def trace(self) -> list[TraceRow]:
+        """One row per group and closed window."""
+        return self._recorder.trace
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Prunable group → neurons alive."""
+        return {group.name: group.size for group in self.groups if group.prunable}
+
+    def reductions(self) -> dict[str, float | None]:
+        """How far the network is from the original, as fractions removed: neurons (of prunable groups), parameters, FLOPs."""
+        return {
+            "neuron_sparsity": 1 - sum(self.widths.values()) / sum(self._original.values()),
+            "parameter_sparsity": self._parameter_reduction(self.model),
+            "flops_reduction": self._flops_reduction(self.model),
+        }
+
+    # Pruning.
+
+    def prune(
+        self,
+        *,
+        sparsity: float | None = None,
+        threshold: float | None = None,
+        flops_reduction: float | None = None,
+        parameter_reduction: float | None = None,
+        scope: str = "layer",
+        min_neurons: int = 1,
+        round_to: int = 1,
+        calibration: Iterable | None = None,
+    ) -> PruneReport:
+        """Remove the neurons of lowest score, and let their consumers' biases take over what they were.
+
+        Exactly one budget: ``sparsity`` (fraction of the original neurons), ``threshold`` (remove what scores under this
+        times its layer's mean; on standard deviations for the variance criteria), ``flops_reduction`` or
+        ``parameter_reduction`` (fractions of the original network). ``scope`` "layer" or "global" says where neurons
+        compete. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
+        moments serve the compensation (and the scores, if nothing was recorded) and measure ``output_error``.
+
+        All or nothing: on any error the model, the optimizer and the averaged copies are as before.
+        """
+        requested = _one_budget(
+            sparsity=sparsity, threshold=threshold, flops_reduction=flops_reduction, parameter_reduction=parameter_reduction
+        )
+        limits = Limits(scope, min_neurons, round_to)
+        batches = None if calibration is None else [_inputs_of(batch) for batch in calibration]
+        with self.paused():
+            return self._event(requested, limits, batches)
+
+    def _event(self, requested: dict[str, float], limits: Limits, batches: list[tuple] | None) -> PruneReport:
+        started = time.perf_counter()
+        before, calibrated = self._calibrate(batches)
+        scores = self._scores(calibrated)
+        kept = self._select(requested, scores, limits)
+        cuts = cuts_for(self.groups, kept)
+        cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
+        values = constants(self.compensation, self.model, cut_groups, calibrated or self._recorder, self._inputs)
+        groups = [self._group_report(g, kept[g.name], scores[g.name]) for g in self.groups if g.prunable]
+        self._operate(kept, cuts, values)
+        return PruneReport(
+            requested=requested,
+            **self.reductions(),
+            parameters=parameter_count(self.model),
+            flops=self._count_flops(self.model),
+            output_error=None if batches is None else _relative_error(before, _outputs(self.model, batches)),
+            seconds=time.perf_counter() - started,
+            groups=groups,
+            cuts=cuts,
+        )
+
+    def _calibrate(self, batches: list[tuple] | None) -> tuple[list[Tensor], Recorder | None]:
+        if batches is None:
+            return [], None
+        if not batches:
+            raise PruningError("calibration is empty: give at least one batch")
+        recorder = Recorder(self.model, self.groups, self._recorder.kinds)
+        with recorder.record():
+            outputs = _outputs(self.model, batches)
+        return outputs, recorder
+
+    def _scores(self, calibrated: Recorder | None) -> Scores:
+        recorder = self._recorder if self._recorder.batches or calibrated is None else calibrated
+        score = CRITERIA[self.criterion].score
+        scores = {g.name: score(self._evidence(g, recorder)).detach().cpu() for g in self.groups if g.prunable}
+        for name, values in scores.items():
+            if not torch.isfinite(values).all():
+                raise PruningError(f"criterion {self.criterion!r} gave NaN or Inf for group {name!r}; nothing was pruned")
+        return scores
+
+    def _evidence(self, group: NeuronGroup, recorder: Recorder) -> Evidence:
+        def side(name: str, direction: str) -> Side:
+            module = self.model.get_submodule(name)
+            dim = (kind_of(module).outputs if direction == "out" else kind_of(module).inputs)["weight"]
+            watched = (name, direction) in recorder.signals(group)
+            moments = recorder.moments((name, direction)) if watched else None
+            return Side(module.weight.detach().movedim(dim, 0), group.maps[name, direction], moments)
+
+        return Evidence(
+            group=group.name,
+            size=group.size,
+            producers=[side(name, "out") for name in group.producers],
+            consumers=[side(name, "in") for name in group.consumers],
+            activation=recorder.neuron_moments(group, "activation"),
+            preactivation=recorder.neuron_moments(group, "preactivation"),
+            generator=self._generator,
+        )
+
+    def _select(self, requested: dict[str, float], scores: Scores, limits: Limits) -> Kept:
+        ((budget, value),) = requested.items()
+        if budget == "sparsity":
+            return keep_by_sparsity(scores, self._original, value, limits)
+        if budget == "threshold":
+            root = CRITERIA[self.criterion].is_variance
+            return keep_by_threshold({n: s.sqrt() if root else s for n, s in scores.items()}, value, limits)
+        if budget == "flops_reduction" and self._flops is None:
+            raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
+        measure = self._flops_reduction if budget == "flops_reduction" else self._parameter_reduction
+        skeleton = copy.deepcopy(self.model).to("meta")
+
+        def reduction(kept: Kept) -> float:
+            trial = copy.deepcopy(skeleton)
+            execute(trial, plan(trial, cuts_for(self.groups, kept), {}))
+            return measure(trial)
+
+        return keep_by_reduction(scores, self._original, value, limits, reduction)
+
+    def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, Tensor]) -> None:
+        """Plan everything, then change everything: nothing after the plans can fail."""
+        changes = plan(self.model, cuts, values)
+        copies = [getattr(averaged, "module", averaged) for averaged in self.averaged]
+        copy_changes = [plan(averaged, cuts, values) for averaged in copies]
+        migration = None if self.optimizer is None else plan_migration(self.optimizer, changes)
+        added = {f"{c.layer}.{c.tensor}" for c in changes if c.beside is not None and f"{c.layer}.weight" in self._trained}
+        execute(self.model, changes)
+        for averaged, its_changes in zip(copies, copy_changes, strict=True):
+            execute(averaged, its_changes)
+        if migration is not None:
+            execute_migration(self.optimizer, migration)
+            self._trained |= added
+            check_membership(self.model, self.optimizer, self._trained)
+        self._recorder.select(kept, cuts)
+        for group in self.groups:
+            if group.prunable:
+                _shrink_group(group, kept[group.name])
+
+    # Reports and checks.
+
+    def _group_report(self, group: NeuronGroup, kept: Tensor, scores: Tensor) -> GroupReport:
+        gone = torch.ones(group.size, dtype=torch.bool)
+        gone[kept] = False
+        ids = self._recorder.ids[group.name]
+        removed_in = {
+            layer: ((neuron >= 0) & gone[neuron.clamp(min=0)]).nonzero().flatten().tolist()
+            for (layer, _), neuron in group.maps.items()
+        }
+        return GroupReport(
+            name=group.name,
+            producers=group.producers,
+            passengers=group.passengers,
+            consumers=group.consumers,
+            removed=gone.nonzero().flatten().tolist(),
+            kept=kept.tolist(),
+            scores=scores,
+            removed_in=removed_in,
+            removed_ids=ids[gone].tolist(),
+            kept_ids=ids[kept].tolist(),
+        )
+
+    def _count_flops(self, model: nn.Module) -> int | None:
+        if self._inputs is None:
+            return None
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return flop_count(model, tuple(x.to(device) if isinstance(x, Tensor) else x for x in self._inputs))
+
+    def _flops_reduction(self, model: nn.Module) -> float | None:
+        return 1 - self._count_flops(model) / self._flops if self._flops else None
+
+    def _parameter_reduction(self, model: nn.Module) -> float:
+        return 1 - parameter_count(model) / self._parameters
+
+    def _ignore(self, names: Iterable[str]) -> None:
+        known = layer_names(dict(self.model.named_modules()))
+        for name in [names] if isinstance(names, str) else names:
+            if name not in known:
+                raise PruningError(f"ignore names the layer {name!r}, which the model lacks; it has {', '.join(known)}")
+            for group in self.groups:
+                if name in group.producers and group.prunable:
+                    group.prunable, group.reason = False, f"{name} is in ignore"
+
+    def _require_something_prunable(self) -> None:
+        if not any(group.prunable for group in self.groups):
+            raise PruningError(f"nothing in this network can be pruned:\n{self.groups}")
+
+    def _check_optimizer(self) -> set[str]:
+        if self.optimizer is None:
+            return set()
+        names = known_names(self.model, self.optimizer)
+        if not names:
+            raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
+        return names
+
+
+def explain(model: nn.Module, example_inputs: Tensor | tuple) -> NeuronGroups:
+    """The network's neuron groups, which layers write, carry and read each, and why some can't be pruned: print it."""
+    return find_groups(model, example_inputs)
+
+
+def _choose(what: str, name: str, table: dict) -> None:
+    if name not in table:
+        raise PruningError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
+
+
+def _one_budget(**budgets: float | None) -> dict[str, float]:
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if len(given) != 1:
+        raise PruningError(f"prune() takes exactly one of {', '.join(budgets)}; got {', '.join(given) or 'none'}")
+    ((name, value),) = given.items()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PruningError(f"{name} must be a finite number, got {value!r}")
+    if name == "threshold" and value < 0:
+        raise PruningError(f"threshold must be at least 0, got {value}")
+    if name != "threshold" and not 0 <= value < 1:
+        raise PruningError(f"{name} is a fraction in [0, 1), got {value}" + (": did you mean " + f"{value / 100:g}?" if 1 < value < 100 else ""))
+    return given
+
+
+def _shrink_group(group: NeuronGroup, kept: Tensor) -> None:
+    renumbered = torch.full((group.size + 1,), -2)
+    renumbered[kept] = torch.arange(len(kept))
+    renumbered[-1] = -1
+    for where, neuron in group.maps.items():
+        new = renumbered[neuron]
+        group.maps[where] = new[new > -2]
+    group.size = len(kept)
+
+
+def _inputs_of(batch) -> tuple:
+    """The model's arguments in a calibration batch: a tensor alone, or the first of an (x, y) pair."""
+    first = batch[0] if isinstance(batch, tuple | list) else batch
+    return first if isinstance(first, tuple) else (first,)
+
+
+def _outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found: list[Tensor] = []
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            output = model(*(x.to(device) if isinstance(x, Tensor) else x for x in batch))
+            found += [leaf.double().cpu() for leaf in _tensors(output)]
+    return found
+
+
+def _tensors(output) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [leaf for value in values for leaf in _tensors(value)]
+
+
+def _relative_error(before: list[Tensor], after: list[Tensor]) -> float:
+    change = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    return math.sqrt(change / max(sum(float(b.square().sum()) for b in before), torch.finfo(torch.float64).tiny))

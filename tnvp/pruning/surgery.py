@@ -1,0 +1,105 @@
+"""Smaller parameters in place of the old ones: first a plan, in which anything may fail, then its execution, which can't.
+
+Assigning to ``.data`` would keep the leaf and its AccumulateGrad node, which remembers the old shape, and the next backward
+fails. Every changed parameter is therefore a new `nn.Parameter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .channels import NeuronGroup
+from .compensation import folded_bias
+from .layers import kind_of, synchronise_sizes
+
+Cuts = dict[tuple[str, str], Tensor]  # (layer, "in" or "out") → positions to keep of that dimension
+
+
+@dataclass(frozen=True)
+class ParameterChange:
+    """One tensor of one layer: ``new`` is ``old`` indexed by ``kept`` (dimension → index), or a new bias beside ``beside``."""
+
+    layer: str
+    tensor: str
+    old: Tensor | None
+    new: Tensor
+    kept: dict[int, Tensor]
+    beside: nn.Parameter | None = None
+
+
+def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
+    """The positions that stay in every dimension touched by a group that loses neurons."""
+    alive: dict[tuple[str, str], Tensor] = {}
+    for group in groups:
+        if group.name not in kept or len(kept[group.name]) == group.size:
+            continue
+        stays = torch.zeros(group.size, dtype=torch.bool)
+        stays[kept[group.name]] = True
+        for where, neuron in group.maps.items():
+            mask = (neuron < 0) | stays[neuron.clamp(min=0)]
+            alive[where] = alive.get(where, True) & mask
+    return {where: mask.nonzero().flatten() for where, mask in alive.items()}
+
+
+def plan(model: nn.Module, cuts: Cuts, constants: dict[str, Tensor]) -> list[ParameterChange]:
+    """All tensors that change, already made; the model is untouched.
+
+    ``constants`` (consumer → value [P] of each position it reads) move into the consumers' biases for the positions cut.
+    """
+    changes = []
+    for name, module in model.named_modules():
+        sides = {side: cuts[name, side] for side in ("out", "in") if (name, side) in cuts}
+        if not sides:
+            continue
+        kind = kind_of(module)
+        bias = _bias_after(module, constants.get(name), sides.get("in"))
+        for tensor in dict.fromkeys([*kind.outputs, *kind.inputs]):
+            old = getattr(module, tensor)
+            dims = {table[tensor]: sides[side] for side, table in (("out", kind.outputs), ("in", kind.inputs))
+                    if side in sides and tensor in table}  # fmt: skip
+            source = bias if tensor == "bias" and bias is not None else old
+            if source is not None and (dims or source is not old):
+                changes.append(_change(name, module, tensor, old, source, dims))
+    return changes
+
+
+def _bias_after(module: nn.Module, constant: Tensor | None, kept: Tensor | None) -> Tensor | None:
+    if constant is None or kept is None:
+        return None
+    cut = torch.ones(len(constant), dtype=torch.bool)
+    cut[kept] = False
+    return folded_bias(module, constant, cut.nonzero().flatten())
+
+
+def _change(name, module, tensor, old, source, dims) -> ParameterChange:
+    new = cut_tensor(source, dims)
+    if not isinstance(old, nn.Parameter) and old is not None:
+        return ParameterChange(name, tensor, old, new, dims)
+    model_of = old if old is not None else module.weight
+    parameter = nn.Parameter(new, requires_grad=model_of.requires_grad)
+    if old is not None and old.grad is not None:
+        parameter.grad = cut_tensor(old.grad, dims)
+    return ParameterChange(name, tensor, old, parameter, dims, beside=module.weight if old is None else None)
+
+
+def cut_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
+    """A new tensor with only the kept indices of each dimension, in the old memory format."""
+    new = tensor.detach()
+    for dim, index in kept.items():
+        new = new.index_select(dim, index.to(new.device))
+    channels_last = new.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    return new.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format).clone()
+
+
+def execute(model: nn.Module, changes: Iterable[ParameterChange]) -> None:
+    """Put the planned tensors in place; names, hooks, device, dtype and training mode stay."""
+    touched = {}
+    for change in changes:
+        module = touched.setdefault(change.layer, model.get_submodule(change.layer))
+        setattr(module, change.tensor, change.new)
+    for module in touched.values():
+        synchronise_sizes(module)
