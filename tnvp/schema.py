@@ -1,0 +1,326 @@
+"""The schema of a run: a dataclass for each choice of each config group, with ranges beside the fields.
+
+Types, ranges and choices stand here, values in conf/; ``config`` puts the two together and checks.
+"""
+# ruff: noqa: RUF009 (number, one_of and text make fields, which every instance may share)
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .models import ACTIVATIONS
+from .pruning.compensation import COMPENSATIONS
+from .pruning.criteria import CRITERIA
+from .pruning.recorder import WINDOWS
+from .pruning.selection import SCOPES
+from .training import PRECISIONS, SCHEDULES
+
+
+def number(interval: str) -> Any:
+    """A field whose value, or whose every element, lies in ``interval``, such as "[0, 1)" or "[1, inf)"."""
+    return field(metadata={"interval": interval})
+
+
+def one_of(choices: Iterable[str]) -> Any:
+    return field(metadata={"choices": tuple(choices)})
+
+
+def text(pattern: str, form: str) -> Any:
+    """A field whose value, or whose every element, matches all of ``pattern``; ``form`` says so in words."""
+    return field(metadata={"pattern": pattern, "form": form})
+
+
+class Checked:
+    """A schema: ``config`` checks fields by their metadata, ``conflicts`` what no field knows alone."""
+
+    def conflicts(self) -> Iterator[str]:
+        """A line for each pair of values that don't fit together."""
+        return iter(())
+
+
+LABEL = (r"(?!\.\.?$)[^/\\]+", "a name that a file could have: not empty, no slashes")
+PATH = (r".+", "a path, not empty")
+
+
+@dataclass
+class Dataset(Checked):
+    """What all data sets share; digits has no more (it comes with scikit-learn)."""
+
+    name: str
+    """Which data set; set by the choice of the group."""
+    validation_fraction: float = number("(0, 1)")
+    """Fraction of the training images set aside for validation."""
+    split_seed: int = number("[0, 4294967295]")
+    """Seed of that split; apart from `seed`, so that all seeds of a study validate on the same images."""
+    mean: list[float] | None = number("(-inf, inf)")
+    """Taken from each pixel (0..1), one value per channel; null: the mean of the training images."""
+    std: list[float] | None = number("(0, inf)")
+    """What each pixel is then divided by, one value per channel; null: that of the training images."""
+    flip: bool
+    """Mirror half of the training images at random."""
+    crop_padding: int = number("[0, inf)")
+    """Pixels of padding for random crops of the training images; 0: no crops."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
+            yield f"dataset.mean={self.mean} and dataset.std={self.std} need one value per channel each"
+
+
+@dataclass
+class StoredDataset(Dataset):
+    root: str = text(*PATH)
+    """Folder that holds data sets; made if a download needs it."""
+
+
+@dataclass
+class TorchvisionDataset(StoredDataset):
+    download: bool
+    """Fetch the files if they are missing."""
+
+
+@dataclass
+class ImageFolder(StoredDataset):
+    folder: str = text(*PATH)
+    """Folder under `root` that holds train/<class>/ and test/<class>/."""
+    image_size: int = number("[1, inf)")
+    """Height and width that images are brought to, in pixels."""
+
+
+@dataclass
+class Model(Checked):
+    name: str
+    """Which network; set by the choice of the group."""
+
+
+@dataclass
+class MLP(Model):
+    widths: list[int] = number("[1, inf)")
+    """Neurons of each hidden layer."""
+    activation: str = one_of(ACTIVATIONS)
+    """After each hidden layer."""
+    batch_norm: bool
+    """BatchNorm between each hidden layer and its activation."""
+    dropout: float = number("[0, 1)")
+    """Probability that a hidden neuron's activation is dropped in training."""
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.widths:
+            yield "model.widths=[] leaves nothing to prune: give at least one hidden layer"
+
+
+@dataclass
+class LeNet300100(Model):
+    activation: str = one_of(ACTIVATIONS)
+    """After each hidden layer."""
+
+
+@dataclass
+class Optimizer(Checked):
+    name: str
+    """Which optimizer; set by the choice of the group."""
+    lr: float = number("(0, inf)")
+    """Learning rate; the peak of it where `schedule` varies it."""
+    weight_decay: float = number("[0, inf)")
+    """L2 penalty (sgd, adam) or decoupled decay (adamw)."""
+    schedule: str = one_of(SCHEDULES)
+    """How the learning rate goes over the steps of a training phase."""
+
+
+@dataclass
+class SGD(Optimizer):
+    momentum: float = number("[0, 1)")
+    """Share of the last update kept in the next."""
+    nesterov: bool
+    """Look ahead along the momentum."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.nesterov and self.momentum == 0:
+            yield "optimizer.nesterov=true needs optimizer.momentum above 0, got 0"
+
+
+@dataclass
+class Adam(Optimizer):
+    """adam and adamw."""
+
+    beta1: float = number("[0, 1)")
+    """Decay of the running mean of gradients, per step."""
+    beta2: float = number("[0, 1)")
+    """Decay of the running mean of squared gradients, per step."""
+
+
+@dataclass
+class Pruning(Checked):
+    name: str
+    """When to prune; set by the choice of the group."""
+    trace_every: int = number("[1, inf)")
+    """Steps in one recording window of the trace."""
+
+    def trunk(self) -> dict:
+        """What shapes the run up to its first prune event."""
+        raise NotImplementedError
+
+
+@dataclass
+class NoPruning(Pruning):
+    epochs: int = number("[1, inf)")
+    """Training epochs."""
+
+    def trunk(self) -> dict:
+        return {"epochs": self.epochs}
+
+
+@dataclass
+class ActivePruning(Pruning):
+    """What all kinds that prune share."""
+
+    criterion: str = one_of(CRITERIA)
+    """Score per neuron; the lowest go."""
+    compensation: str = one_of(COMPENSATIONS)
+    """What the readers of removed neurons take over."""
+    scope: str = one_of(SCOPES)
+    """Rank neurons within each layer or over all layers."""
+    min_neurons: int = number("[1, inf)")
+    """Neurons that every layer keeps at least."""
+    round_to: int = number("[1, inf)")
+    """Widths are kept at multiples of this; 1: any width."""
+    window: str = one_of(WINDOWS)
+    """Which steps the moments cover: all since the start, since the last event, or an exponential average."""
+    calibration_batches: int = number("[1, inf)")
+    """Training batches of the pass in eval mode that means for the compensation are measured on."""
+    ignore: list[str] = text(r".+", "a layer's name, not empty")
+    """Layers that are left alone, by their names in the network."""
+
+    def conflicts(self) -> Iterator[str]:
+        for name in sorted({name for name in self.ignore if self.ignore.count(name) > 1}):
+            yield f"pruning.ignore={self.ignore} names {name!r} more than once"
+
+
+@dataclass
+class OneShot(ActivePruning):
+    """Train, prune once, fine-tune."""
+
+    sparsity: float = number("[0, 1)")
+    """Fraction of the prunable neurons to remove."""
+    dense_epochs: int = number("[1, inf)")
+    """Epochs before the prune event."""
+    finetune_epochs: int = number("[0, inf)")
+    """Epochs after it."""
+    finetune_lr_factor: float = number("(0, inf)")
+    """Learning rate of these, as a multiple of `optimizer.lr`."""
+
+    def trunk(self) -> dict:
+        return {"dense_epochs": self.dense_epochs}
+
+
+@dataclass
+class Gradual(ActivePruning):
+    """Prune while training, fast at first, then ever slower (cubic)."""
+
+    sparsity: float = number("[0, 1)")
+    """Fraction of the prunable neurons removed in the end."""
+    epochs: int = number("[1, inf)")
+    """Training epochs in all."""
+    start_step: int = number("[0, inf)")
+    """Step from which the target rises from 0; the first event is `every` steps later."""
+    end_step: int = number("[1, inf)")
+    """Step of the last event."""
+    every: int = number("[1, inf)")
+    """Steps between events."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.start_step >= self.end_step:
+            yield f"pruning.start_step={self.start_step} must be below pruning.end_step={self.end_step}"
+
+    def trunk(self) -> dict:
+        return {"epochs": self.epochs, "first_event": min(self.start_step + self.every, self.end_step)}
+
+
+@dataclass
+class Threshold(ActivePruning):
+    """The demo's rule: every so often, remove the neurons that hardly vary."""
+
+    threshold: float = number("(0, inf)")
+    """Neurons go whose standard deviation is under this multiple of their layer's mean one."""
+    epochs: int = number("[1, inf)")
+    """Training epochs in all."""
+    every: int = number("[1, inf)")
+    """Steps between events."""
+
+    def trunk(self) -> dict:
+        return {"epochs": self.epochs, "first_event": self.every}
+
+
+@dataclass
+class Tracking(Checked):
+    name: str
+    """Where the copy of the run's records goes; set by the choice of the group."""
+
+
+@dataclass
+class WandbTracking(Tracking):
+    mode: str = one_of(("offline", "online", "disabled"))
+    """offline needs neither login nor network."""
+    project: str = text(*LABEL)
+    """W&B project."""
+    entity: str | None = text(*LABEL)
+    """W&B user or team; null: the one logged in."""
+    tags: list[str] = text(r".+", "a tag, not empty")
+    """W&B tags."""
+
+
+@dataclass
+class Config(Checked):
+    dataset: Dataset
+    model: Model
+    optimizer: Optimizer
+    pruning: Pruning
+    tracking: Tracking
+    study: str = text(*LABEL)
+    """The question this run belongs to; groups runs in tables and in W&B."""
+    name: str | None = text(*LABEL)
+    """Label of the run; null: made from data set, model and pruning."""
+    seed: int = number("[0, 4294967295]")
+    """Seed of initial weights, batches, augmentation and random scores."""
+    device: str = text(r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, mps, cuda or cuda:N")
+    """Where to compute; auto: the best there is."""
+    batch_size: int = number("[1, inf)")
+    """Images per training step."""
+    precision: str = one_of(PRECISIONS)
+    """Type that autocast computes in; parameters stay float32."""
+    compile: bool
+    """Run the network through torch.compile, anew after each prune event."""
+    threads: int = number("[0, inf)")
+    """CPU threads of torch; 0: its own choice. The order of sums depends on it, so results may too."""
+    runs: str = text(*PATH)
+    """Folder that run directories are made in."""
+    force: bool
+    """Run again though a complete run of this configuration is there."""
+    progress: bool
+    """Show progress on the terminal."""
+
+
+@dataclass
+class Composition(Config):
+    """What Hydra composes: a Config, and a shorthand that conf/pruning refers to and ``resolve`` drops."""
+
+    epochs: int
+    """Training epochs (of one_shot: those before its event), under one name for every choice of pruning."""
+
+
+SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<group>/<choice>.yaml has the values
+    "dataset": {
+        "digits": Dataset,
+        "mnist": TorchvisionDataset,
+        "fashion_mnist": TorchvisionDataset,
+        "cifar10": TorchvisionDataset,
+        "cifar100": TorchvisionDataset,
+        "image_folder": ImageFolder,
+    },
+    "model": {"mlp": MLP, "lenet_300_100": LeNet300100, "tutorial_cnn": Model},
+    "optimizer": {"sgd": SGD, "adam": Adam, "adamw": Adam},
+    "pruning": {"none": NoPruning, "one_shot": OneShot, "gradual": Gradual, "threshold": Threshold},
+    "tracking": {"none": Tracking, "wandb": WandbTracking},
+}
