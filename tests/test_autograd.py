@@ -477,3 +477,52 @@ def test_surgery_never_assigns_data():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 assert node.attr != "data", f"{path.name}:{node.lineno} assigns to .data"
+
+
+def trained_network() -> tuple[nn.Sequential, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    """A network with momentum behind it, its optimizer, a batch, and a loss whose graph is still alive."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(16, 8)
+    for _ in range(3):
+        alive = network(x).square().sum()
+        optimizer.zero_grad()
+        alive.backward(retain_graph=True)
+        optimizer.step()
+    return network, optimizer, x, alive
+
+
+def pruned_by_half(network: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> tnvp.PruneReport:
+    pruner = tnvp.Pruner(network, optimizer=optimizer, example_inputs=x)
+    with pruner.record():
+        network(x)
+    return pruner.prune(sparsity=0.5)
+
+
+def test_after_surgery_backward_works_while_the_old_graph_is_alive():
+    network, optimizer, x, alive = trained_network()
+    pruned_by_half(network, optimizer, x)
+    assert alive.grad_fn is not None
+    assert tnvp.stale_leaves(network) == []
+    network(x).square().sum().backward()
+    assert [p.grad.shape for p in network.parameters()] == [p.shape for p in network.parameters()]
+
+
+def test_after_surgery_the_gradient_kept_has_the_new_shape():
+    network, optimizer, x, _ = trained_network()
+    wide = network[2].weight.grad
+    report = pruned_by_half(network, optimizer, x)
+    assert torch.equal(network[2].weight.grad, wide[:, report.groups[0].kept])
+
+
+def test_after_surgery_every_parameter_goes_on_learning_with_its_momentum():
+    network, optimizer, x, _ = trained_network()
+    momentum = optimizer.state[network[0].weight]["momentum_buffer"]
+    report = pruned_by_half(network, optimizer, x)
+    assert torch.equal(optimizer.state[network[0].weight]["momentum_buffer"], momentum[report.groups[0].kept])
+    before = [p.detach().clone() for p in network.parameters()]
+    optimizer.zero_grad()
+    network(x).square().sum().backward()
+    optimizer.step()
+    assert all((p != b).any() for p, b in zip(network.parameters(), before, strict=True))

@@ -1,0 +1,84 @@
+"""Imports point down only: pruning ← harness parts ← experiment ← run.py; figures reads results alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tnvp
+
+PACKAGE = Path(tnvp.__file__).parent
+ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
+    {"pruning"},
+    {"image_folder", "models", "results", "tracking", "training"},
+    {"schema", "data", "checkpoint", "figures"},
+    {"config", "progress", "events", "journal"},
+    {"experiment"},
+]
+MAY = {  # modules whose tnvp imports are fewer than their row allows
+    "figures": {"results"},
+    "results": set(),
+    "tracking": set(),
+    "models": set(),
+    "training": set(),
+    "data": {"image_folder"},
+    "pruning": set(),
+}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def noun(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level parts of tnvp that a module imports, and other packages by their name."""
+    found = set()
+    depth = len(path.relative_to(PACKAGE).parts) - 1
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            whole = [node.module] if node.module != "tnvp" else [f"tnvp.{alias.name}" for alias in node.names]
+            found |= set(whole)
+        elif isinstance(node, ast.ImportFrom):
+            above = ["tnvp", *path.relative_to(PACKAGE).parts[:depth]][: depth + 2 - node.level]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {".".join([*above, name]) for name in names}
+    return found
+
+
+def inside(path: Path) -> set[str]:
+    return {name.split(".")[1] for name in imports(path) if name.startswith("tnvp.")} - {noun(path)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    row = next(i for i, nouns in enumerate(ORDER) if noun(path) in nouns)
+    allowed = MAY.get(noun(path), set().union(*ORDER[:row]))
+    assert inside(path) <= allowed
+
+
+def test_every_module_has_its_row():
+    assert {noun(path) for path in MODULES} == set().union(*ORDER)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "pruning").rglob("*.py")), ids=lambda path: path.name)
+def test_the_method_imports_torch_only(path):
+    outside = {name.split(".")[0] for name in imports(path)} - {"tnvp", "torch"}
+    assert outside <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(("package", "owner"), [("wandb", "tracking"), ("hydra", "config"), ("sklearn", "data")])
+def test_an_outside_package_has_one_owner(package, owner):
+    users = {noun(path) for path in MODULES if any(name.split(".")[0] == package for name in imports(path))}
+    assert users == {owner}
+
+
+def test_the_library_loads_without_the_harness():
+    """Whoever prunes in their own loop waits for torch alone."""
+    code = "import sys, tnvp; print([m for m in ('wandb', 'hydra', 'pandas', 'matplotlib', 'sklearn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
