@@ -1,0 +1,49 @@
+# Everything a fresh machine needs: Python >= 3.11 and make. The environment is made when it is missing.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+RUNS ?= runs
+FIGURES ?= figures
+DEMO := runs/demo
+
+# One thread: two on a busy machine were seen many times slower for networks of this size.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all figures clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## make the environment in .venv, if it is missing or pyproject.toml changed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed; choose one with: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: install ## a small sweep on the embedded digits (2 seeds x 2 criteria x 4 sparsities) and its figures
+	$(PY) run.py -m experiment=digits study=demo seed=0,1 \
+	    pruning.criterion=variance,random pruning.sparsity=0.25,0.5,0.75,0.9
+	$(PY) -m tnvp.results $(DEMO)
+	$(PY) -m tnvp.figures $(DEMO) --out $(FIGURES)/demo
+	@echo
+	@echo "Figures:  $(FIGURES)/demo/  (start with accuracy-*.png)"
+	@echo "Runs:     $(DEMO)/  (config.yaml, metrics.jsonl, events.jsonl, traces.parquet, model.pt, summary.json)"
+	@echo "W&B view: $(VENV)/bin/wandb beta leet $(DEMO)/*/wandb/latest-run   (offline; upload: $(VENV)/bin/wandb sync RUN/wandb/offline-run-*)"
+	@echo "Next:     README.md, section \"In your own training loop\""
+
+test: install ## the tests (a few minutes)
+	$(PY) -m pytest
+
+test-all: install ## the slow tests too
+	$(PY) -m pytest -m 'slow or not slow'
+
+figures: install ## redraw every figure from the runs in RUNS (default: runs) into FIGURES (default: figures)
+	$(PY) -m tnvp.figures $(RUNS) --out $(FIGURES)
+
+clean: ## remove caches; runs, figures and the environment stay
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,114 @@
+"""Callbacks that prune while a network trains: when an event is due, and what is measured around it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from tnvp.pruning import Pruner, PruneReport
+from tnvp.pruning.surgery import execute, plan
+from tnvp.training import Callback, Fit, Validation
+
+Budget = dict[str, float]  # one keyword of `Pruner.prune`, such as {"sparsity": 0.5}
+
+
+class Recording(Callback):
+    """Records every training step, in windows of ``every`` steps."""
+
+    def __init__(self, pruner: Pruner, every: int):
+        self.pruner, self.every = pruner, every
+
+    def on_start(self, fit: Fit) -> None:
+        self._block = self.pruner.record()
+        self._block.__enter__()
+
+    def on_step(self, fit: Fit) -> None:
+        if fit.step % self.every == 0:
+            self.pruner.close_window(fit.step)
+
+    def on_epoch(self, fit: Fit) -> None:
+        self.pruner.close_window(fit.step)
+
+    def on_end(self, fit: Fit) -> None:
+        self._block.__exit__(None, None, None)
+
+
+class PruneEvent:
+    """One way to prune, done whenever called, and what is measured around it.
+
+    ``dense`` and ``pruned`` are copies of the network just before the first event and just after the last, for the test
+    set. ``accuracy(model)`` is in percent, on validation data; ``limits`` are keywords of `Pruner.prune`; each record
+    goes to ``journal``.
+    """
+
+    def __init__(
+        self,
+        pruner: Pruner,
+        accuracy: Callable[[nn.Module], float],
+        calibration: list[Tensor],
+        limits: dict,
+        journal: Callable[[dict], None],
+    ):
+        self.pruner, self.accuracy, self.calibration = pruner, accuracy, calibration
+        self.limits, self.journal = limits, journal
+        self.dense: nn.Module | None = None
+        self.pruned: nn.Module | None = None
+
+    def __call__(self, budget: Budget, step: int, steps_per_epoch: int) -> None:
+        model = self.pruner.model
+        before = copy.deepcopy(model)
+        self.dense = self.dense or before
+        report = self.pruner.prune(**budget, **self.limits, calibration=self.calibration)
+        bare = copy.deepcopy(before)
+        execute(bare, plan(bare, report.cuts, {}))
+        self.pruned = copy.deepcopy(model)
+        accuracies = {
+            "accuracy_before": self.accuracy(before),
+            "accuracy_uncompensated": self.accuracy(bare),
+            "accuracy_after": self.accuracy(model),
+        }
+        self.journal({"step": step, "epoch": step / steps_per_epoch, **event_record(report, self.pruner), **accuracies})
+
+
+def event_record(report: PruneReport, pruner: Pruner) -> dict:
+    """A report as plain data; neurons by the ids they were born with."""
+    groups = [
+        {
+            "name": group.name,
+            "removed": group.removed_ids,
+            "removed_scores": group.scores[group.removed].tolist(),
+            "kept": group.kept_ids,
+            "width_before": len(group.removed) + len(group.kept),
+            "width_after": len(group.kept),
+            "threshold": group.threshold,
+        }
+        for group in report.groups
+    ]
+    return {
+        "criterion": pruner.criterion,
+        "compensation": pruner.compensation,
+        "requested": report.requested,
+        "neuron_sparsity": report.neuron_sparsity,
+        "parameter_sparsity": report.parameter_sparsity,
+        "flops_reduction": report.flops_reduction,
+        "parameters": report.parameters,
+        "flops": report.flops,
+        "output_error": report.output_error,
+        "seconds": report.seconds,
+        "groups": groups,
+    }
+
+
+class PruneWhileTraining(Callback):
+    """Prunes at the steps for which ``due(step)`` gives a budget; the best epoch so far no longer fits then."""
+
+    def __init__(self, event: PruneEvent, due: Callable[[int], Budget | None], validation: Validation):
+        self.event, self.due, self.validation = event, due, validation
+
+    def on_step(self, fit: Fit) -> None:
+        budget = self.due(fit.step)
+        if budget is not None:
+            self.validation.forget()
+            self.event(budget, fit.step, fit.steps_per_epoch)

@@ -1,0 +1,232 @@
+"""One run, top to bottom: data, model, training with variance traces, prune events, three test accuracies, results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from tnvp import checkpoint, data, figures, models, tracking
+from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
+from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
+from tnvp.journal import Journal, trace_table
+from tnvp.progress import ProgressBar
+from tnvp.pruning import Pruner, PruningError
+from tnvp.pruning.cost import flop_count, parameter_count
+from tnvp.pruning.schedule import Cubic
+from tnvp.results import ResultsError, RunDirectory, environment
+from tnvp.schema import Gradual, Threshold
+from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, device_of, evaluate, make_schedule, train
+
+USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
+    ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
+)  # fmt: skip
+EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
+
+
+def run(config: Config) -> dict:
+    """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
+    path = run_path(config)
+    if not config.force and (done := RunDirectory(path)).is_complete:
+        print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
+        return done.summary
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    device = device_of(config.device)
+    images = data.load(**asdict(config.dataset), device=device)
+    model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
+    pruner = make_pruner(config, model, images)
+
+    directory = RunDirectory.create(path, aside=True)
+    directory.write_config(to_dict(config))
+    directory.write_environment(environment(str(device), config.seed, config_hash(config), trunk_hash(config)))
+    tracker = start_tracking(config, directory)
+    complete = False
+    try:
+        summary = Study(config, images, pruner, directory, tracker).run()
+        complete = True
+    finally:
+        tracker.finish(failed=not complete)
+    print(describe(summary, directory, tracker))
+    return summary
+
+
+class Study:
+    """Train, prune, measure. Decisions read validation data; the test set is read for three numbers at the end."""
+
+    def __init__(self, config: Config, images: data.Data, pruner: Pruner, directory: RunDirectory, tracker: tracking.Tracker):
+        self.config, self.images, self.pruner = config, images, pruner
+        self.model, self.optimizer = pruner.model, pruner.optimizer
+        self.directory, self.tracker = directory, tracker
+        self.validation = Validation(lambda: self.measure(images.validation, self.model))
+        self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
+        self.shuffle = torch.Generator().manual_seed(config.seed)
+        self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
+        self.step = 0
+        self.event = None if config.pruning.name == "none" else self.make_event()
+
+    def run(self) -> dict:
+        """The whole run; returns the summary, which is written last."""
+        started = time.perf_counter()
+        pruning, lr = self.config.pruning, self.config.optimizer.lr
+        if pruning.name == "one_shot":
+            self.train("dense", pruning.dense_epochs, lr)
+            self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+            self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
+        else:
+            during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
+            self.train("train", pruning.epochs, lr, during)
+        self.directory.write_traces(trace_table(self.pruner.trace))
+        checkpoint.save(self.model, self.directory.model_path)
+        summary = self.summarise(time.perf_counter() - started)
+        self.publish(summary)
+        self.directory.write_summary(summary)
+        return summary
+
+    def train(self, phase: str, epochs: int, lr: float, callbacks: Sequence[Callback] = ()) -> None:
+        """``epochs`` epochs, ending at that of the best validation accuracy since the last prune event."""
+        if epochs == 0:
+            return
+        config, images = self.config, self.images
+        augment = config.dataset.flip or config.dataset.crop_padding > 0
+        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))] if config.progress else []
+        self.step = train(
+            self.model,
+            self.optimizer,
+            make_schedule(config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch),
+            lambda: data.batches(images, images.train, config.batch_size, generator=self.shuffle, augment=augment),
+            epochs=epochs,
+            steps_per_epoch=self.steps_per_epoch,
+            phase=phase,
+            first_step=self.step,
+            callbacks=[Recording(self.pruner, config.pruning.trace_every), *callbacks, self.validation, self.journal, *bar],
+            precision=config.precision,
+            compiled=config.compile,
+        )
+        self.validation.restore(self.model, self.optimizer)
+
+    def measure(self, split: data.Split, model: nn.Module) -> dict[str, float]:
+        """Loss and accuracy of ``model`` on a split; not recorded."""
+        with self.pruner.paused():
+            return evaluate(model, data.batches(self.images, split, EVALUATION_BATCH))
+
+    def make_event(self) -> PruneEvent:
+        pruning, images = self.config.pruning, self.images
+        batches = data.batches(images, images.train, EVALUATION_BATCH)
+        return PruneEvent(
+            self.pruner,
+            accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
+            calibration=[x for x, _ in islice(batches, pruning.calibration_batches)],
+            limits={"scope": pruning.scope, "min_neurons": pruning.min_neurons, "round_to": pruning.round_to},
+            journal=self.journal.event,
+        )
+
+    def summarise(self, seconds: float) -> dict:
+        """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""
+        config, pruner, event = self.config, self.pruner, self.event
+        before, after = (event.dense, event.pruned) if event and event.pruned else (self.model, None)
+        test = self.images.test
+        one_image = (self.images.train.images[:1].float(),)
+        hashes = self.directory.environment
+        return {
+            "test_accuracy_dense": self.measure(test, before)["accuracy"],
+            "test_accuracy_pruned": self.measure(test, after)["accuracy"] if after else None,
+            "test_accuracy": self.measure(test, self.model)["accuracy"],
+            **pruner.reductions(),
+            "parameters": parameter_count(self.model),
+            "flops": flop_count(self.model, one_image),
+            "bytes": self.directory.model_path.stat().st_size,
+            "seconds": seconds,
+            "criterion": pruner.criterion if event else None,
+            "compensation": pruner.compensation if event else None,
+            "seed": config.seed,
+            "study": config.study,
+            **{key: hashes[key] for key in ("config_hash", "trunk_hash", "commit", "hardware")},
+        }
+
+    def publish(self, summary: dict) -> None:
+        """The tracker's copy of what the run directory has at the end."""
+        self.tracker.summary(summary)
+        self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
+        if self.tracker.where and len(self.pruner.trace):
+            events = self.directory.events()
+            figure = figures.trace_heatmap(self.directory.traces(), events, label(self.config))
+            png, _ = figures.save(figure, self.directory.figures_path / "trace_heatmap")
+            self.tracker.image("trace_heatmap", png)
+
+
+def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
+    """Step → the budget of the prune event due there, or None."""
+    if pruning.name == "gradual":
+        schedule = Cubic(pruning.sparsity, pruning.start_step, pruning.end_step, pruning.every)
+        return lambda step: None if (target := schedule.target(step)) is None else {"sparsity": target}
+    return lambda step: {"threshold": pruning.threshold} if step % pruning.every == 0 else None
+
+
+def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
+    """The pruner, with an optimizer of its own; without pruning it only records."""
+    pruning = config.pruning
+    chosen = {key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)}
+    x, _ = next(iter(data.batches(images, images.train, 2)))
+    return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
+
+
+def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
+    options = asdict(config.optimizer)
+    name = options.pop("name")
+    options.pop("schedule")
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    return OPTIMIZERS[name](model.parameters(), **options)
+
+
+def start_tracking(config: Config, directory: RunDirectory) -> tracking.Tracker:
+    options = asdict(config.tracking)
+    if options.pop("name") == "none":
+        return tracking.Tracker()
+    return tracking.start(
+        directory=directory.path,
+        group=config.study,
+        job_type=config.pruning.name,
+        name=label(config),
+        config=to_dict(config),
+        **options,
+    )
+
+
+def run_path(config: Config) -> Path:
+    """runs/<study>/<label>-<config hash>."""
+    return Path(config.runs) / config.study / f"{label(config)}-{config_hash(config)}"
+
+
+def label(config: Config) -> str:
+    """The run's name: as given, or made from data set, model, pruning and seed."""
+    if config.name:
+        return config.name
+    pruning = config.pruning
+    how = [pruning.name] if pruning.name == "none" else [pruning.name, pruning.criterion]
+    how += [f"{getattr(pruning, key):g}" for key in ("sparsity", "threshold") if hasattr(pruning, key)]
+    return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
+
+
+def describe(summary: dict, directory: RunDirectory, tracker: tracking.Tracker) -> str:
+    """What a person wants to know when a run ends."""
+    dense, pruned, final = (summary[key] for key in ("test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"))
+    story = f"test accuracy {final:.2f} %"
+    if pruned is not None:
+        story = (
+            f"test accuracy {dense:.2f} % dense, {pruned:.2f} % pruned, {final:.2f} % at the end; "
+            f"{summary['neuron_sparsity']:.1%} of the neurons and {summary['parameter_sparsity']:.1%} of the parameters removed"
+        )
+    lines = [f"{directory.path}: {story} ({summary['seconds']:.1f} s)"]
+    if tracker.where.startswith("http"):
+        lines.append(f"W&B: {tracker.where}")
+    return "\n".join(lines)

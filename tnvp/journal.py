@@ -1,0 +1,72 @@
+"""What a run tells while it trains: the same records to its directory and to the tracker."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from tnvp.pruning import Pruner
+from tnvp.pruning.recorder import TraceRow
+from tnvp.results import RunDirectory
+from tnvp.tracking import Tracker
+from tnvp.training import Callback, Fit, Totals, Validation
+
+
+class Journal(Callback):
+    """Writes a metrics record every ``every`` steps and a full one, with validation and widths, after each epoch."""
+
+    def __init__(self, directory: RunDirectory, tracker: Tracker, pruner: Pruner, validation: Validation, every: int):
+        self.directory, self.tracker, self.pruner = directory, tracker, pruner
+        self.validation, self.every = validation, every
+        self._logged = Totals(0.0, 0, 0)
+
+    def on_step(self, fit: Fit) -> None:
+        if fit.step % self.every == 0:
+            totals = fit.totals()
+            self._write(self._record(fit) | totals.since(self._logged).averages())
+            self._logged = totals
+
+    def on_epoch(self, fit: Fit) -> None:
+        record = self._record(fit) | fit.totals().averages()
+        record |= {f"validation/{name}": value for name, value in self.validation.latest.items()}
+        record |= {f"widths/{name}": width for name, width in self.pruner.widths.items()}
+        self._write(record)
+        self._logged = Totals(0.0, 0, 0)
+        for row in latest_rows(self.pruner.trace):
+            self.tracker.histogram(f"variance/{row.group}", row.variance.tolist(), fit.step)
+
+    def event(self, record: dict) -> None:
+        """One prune event."""
+        self.directory.event(record)
+        self.tracker.event(record)
+
+    def _record(self, fit: Fit) -> dict:
+        epoch = fit.step / fit.steps_per_epoch
+        return {"step": fit.step, "epoch": epoch, "phase": fit.phase, "learning_rate": fit.optimizer.param_groups[0]["lr"]}
+
+    def _write(self, record: dict) -> None:
+        self.directory.log(record)
+        self.tracker.log(record)
+
+
+def latest_rows(trace: list[TraceRow]) -> list[TraceRow]:
+    """The rows of the last closed window, one a group."""
+    return [row for row in trace if row.step == trace[-1].step]
+
+
+def trace_table(trace: list[TraceRow]) -> pd.DataFrame:
+    """The trace as a table: one row per neuron and window, columns step, group, neuron, mean, variance, count."""
+    parts = [
+        pd.DataFrame(
+            {
+                "step": row.step,
+                "group": row.group,
+                "neuron": row.neuron.numpy(),
+                "mean": row.mean.numpy(),
+                "variance": row.variance.numpy(),
+                "count": row.count,
+            }
+        )
+        for row in trace
+    ]
+    columns = ["step", "group", "neuron", "mean", "variance", "count"]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
