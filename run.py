@@ -129,6 +129,8 @@ def points(flags: Namespace) -> list[list[str]]:
         if not axes[-1]:
             raise ConfigError(f"{override.input_line} has no values to sweep over")
     return [list(point) for point in product(*axes)]
+
+
 def explain(error: Exception) -> str:
     """What was wrong with the configuration, without Hydra's search paths, links and advice to use `+`."""
     cause = error.__cause__ or error.__context__

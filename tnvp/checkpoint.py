@@ -26,7 +26,12 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole."""
     path = Path(path)
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    content = {"format": FORMAT, "class": type(model).__name__, "built_from": getattr(model, "built_from", None), "state": state}
+    content = {
+        "format": FORMAT,
+        "class": type(model).__name__,
+        "built_from": getattr(model, "built_from", None),
+        "state": state,
+    }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         torch.save(content, aside)

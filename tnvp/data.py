@@ -135,9 +135,7 @@ def load(
     )
 
 
-def _read(
-    name: str, root: str | Path | None, download: bool, folder: str | None, image_size: int | None
-) -> Images:
+def _read(name: str, root: str | Path | None, download: bool, folder: str | None, image_size: int | None) -> Images:
     if name == "digits":
         return _read_digits()
     if root is None:

@@ -62,7 +62,7 @@ class PruneEvent:
         self.dense = self.dense or before
         report = self.pruner.prune(**budget, **self.limits, calibration=self.calibration)
         bare = copy.deepcopy(before)
-        execute(bare, plan(bare, report.cuts, {}))
+        execute(bare, plan(bare, report.cuts, {}), report.cuts)
         self.pruned = copy.deepcopy(model)
         accuracies = {
             "accuracy_before": self.accuracy(before),

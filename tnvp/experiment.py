@@ -62,7 +62,9 @@ def run(config: Config) -> dict:
 class Study:
     """Train, prune, measure. Decisions read validation data; the test set is read for three numbers at the end."""
 
-    def __init__(self, config: Config, images: data.Data, pruner: Pruner, directory: RunDirectory, tracker: tracking.Tracker):
+    def __init__(
+        self, config: Config, images: data.Data, pruner: Pruner, directory: RunDirectory, tracker: tracking.Tracker
+    ):
         self.config, self.images, self.pruner = config, images, pruner
         self.model, self.optimizer = pruner.model, pruner.optimizer
         self.directory, self.tracker = directory, tracker
@@ -107,7 +109,13 @@ class Study:
             steps_per_epoch=self.steps_per_epoch,
             phase=phase,
             first_step=self.step,
-            callbacks=[Recording(self.pruner, config.pruning.trace_every), *callbacks, self.validation, self.journal, *bar],
+            callbacks=[
+                Recording(self.pruner, config.pruning.trace_every),
+                *callbacks,
+                self.validation,
+                self.journal,
+                *bar,
+            ],
             precision=config.precision,
             compiled=config.compile,
         )
@@ -174,7 +182,9 @@ def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
 def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
     """The pruner, with an optimizer of its own; without pruning it only records."""
     pruning = config.pruning
-    chosen = {key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)}
+    chosen = {
+        key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)
+    }
     x, _ = next(iter(data.batches(images, images.train, 2)))
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
 

@@ -21,22 +21,39 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from tnvp import results
 from tnvp.results import ResultsError, RunDirectory
 
 STYLE = {  # every figure is made and saved under these, whatever the caller's own settings are
-    "font.family": "DejaVu Sans", "font.size": 8, "figure.titlesize": 10, "axes.titlesize": 9,
-    "axes.labelsize": 8, "legend.fontsize": 7.5, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
-    "lines.linewidth": 1.4, "lines.markersize": 4.5, "legend.frameon": False, "legend.handlelength": 3.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "0.9", "grid.linewidth": 0.6, "figure.facecolor": "white", "savefig.dpi": 200,
-    "pdf.fonttype": 42, "figure.constrained_layout.w_pad": 0.08,
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "figure.titlesize": 10,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.handlelength": 3.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "figure.facecolor": "white",
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "figure.constrained_layout.w_pad": 0.08,
     "text.hinting": "none",  # text is as wide at 200 dpi as at 100, where it was laid out
 }
 CRITERIA = {  # name: colour, marker, dash (points on, off)
@@ -69,24 +86,26 @@ def accuracy_vs_sparsity(table: pd.DataFrame, title: str | None = None, source: 
     settings = [] if means.empty else list(means["setting"].unique())
     if len(settings) != 1:
         found = "; ".join(settings)
-        raise ResultsError(f"a figure shows one setting, the table has {len(settings)}: {found}. "
-                           "Split it with tnvp.results.by_setting.")
+        raise ResultsError(
+            f"a figure shows one setting, the table has {len(settings)}: {found}. "
+            "Split it with tnvp.results.by_setting."
+        )
     dense, what = _dense(table, pruned)
     with matplotlib.rc_context(STYLE):
         caption = _caption(pruned, means, f"Unpruned: {what}, n = {dense.n}.", source)
         figure = _figure(9.5, 4.4, f"Test accuracy against sparsity: {title or settings[0]}", caption)
         for axes, column, when in zip(
-            figure.subplots(1, 2), ["test_accuracy_pruned", "test_accuracy"],
-            ["After the last prune event", "At the end, after fine-tuning"], strict=True,
+            figure.subplots(1, 2),
+            ["test_accuracy_pruned", "test_accuracy"],
+            ["After the last prune event", "At the end, after fine-tuning"],
+            strict=True,
         ):
             axes.set(title=when, xlabel="Neuron sparsity (% of neurons removed)", ylabel="Test accuracy (%)")
             _accuracy_panel(axes, pruned, means, column, dense)
     return figure
 
 
-def _accuracy_panel(
-    axes: Axes, runs: pd.DataFrame, means: pd.DataFrame, column: str, dense: results.Interval
-) -> None:
+def _accuracy_panel(axes: Axes, runs: pd.DataFrame, means: pd.DataFrame, column: str, dense: results.Interval) -> None:
     ends = []
     for criterion in sorted(means["criterion"].unique(), key=_order):
         colour, marker, dash = CRITERIA.get(criterion, UNKNOWN)
@@ -95,8 +114,9 @@ def _accuracy_panel(
         dots = runs[runs["criterion"] == criterion]
         axes.scatter(100 * dots["neuron_sparsity"], dots[column], s=7, color=colour, alpha=0.35, linewidths=0)
         axes.fill_between(100 * x, y - half, y + half, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(100 * x, y, color=colour, marker=marker, linestyle=dash, label=criterion,
-                  path_effects=_outline(criterion))
+        axes.plot(
+            100 * x, y, color=colour, marker=marker, linestyle=dash, label=criterion, path_effects=_outline(criterion)
+        )
         ends += [(100 * x[-1], y[-1], criterion, colour)] if len(x) else []
     if dense.n:
         axes.axhline(dense.mean, color="0.35", linewidth=1, zorder=1.5)
@@ -155,6 +175,13 @@ def _plain(value: float, _: int) -> str:
     return f"{value:g}"
 
 
+def _log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Labels at powers of ten; at 2 and 5 too where there are few powers."""
+    axis.set_major_locator(LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
+    axis.set_major_formatter(_plain)
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _figure(width: float, height: float, title: str, caption: str) -> Figure:
     """An empty figure of that many inches; the caption stands at its foot."""
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -172,8 +199,16 @@ def _label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     for (x, y, name, colour), place in zip(ends, _spread(heights, 10 / 72 / inches), strict=True):
         arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.8}
         arrow |= {"shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
-        axes.annotate(name, (x, y), (1.04, place), textcoords="axes fraction", va="center", fontsize=7.5,
-                      annotation_clip=False, arrowprops=arrow)
+        axes.annotate(
+            name,
+            (x, y),
+            (1.04, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=7.5,
+            annotation_clip=False,
+            arrowprops=arrow,
+        )
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -188,8 +223,9 @@ def _spread(heights: list[float], gap: float) -> list[float]:
     return [max(0.0, min(base, 1 - (len(bases) - 1) * gap)) + index * gap for index, base in enumerate(bases)]
 
 
-def trace_heatmap(traces: pd.DataFrame, events: list[dict], title: str = "Variance of each neuron",
-                  caption: str = "") -> Figure:
+def trace_heatmap(
+    traces: pd.DataFrame, events: list[dict], title: str = "Variance of each neuron", caption: str = ""
+) -> Figure:
     """Neurons against training steps, one panel a group; colour: variance of the neuron's output, log scale.
 
     traces: columns results.TRACE_COLUMNS; events: the run's prune events. Rows are sorted by the last
@@ -203,52 +239,58 @@ def trace_heatmap(traces: pd.DataFrame, events: list[dict], title: str = "Varian
     norm = LogNorm(low, max(high, 1.001 * low), clip=True)
     columns = math.ceil(len(groups) / 4)
     rows = math.ceil(len(groups) / columns)
-    caption = ("Rows: neurons, sorted by the last variance seen. Grey: removed, from the orange tick on. "
-               f"Variances under {low:.1e}, zero too, have the darkest colour. {caption}")
+    caption = (
+        "Rows: neurons, sorted by the last variance seen. Grey: removed, from the orange tick on. "
+        f"Variances under {low:.1e}, zero too, have the darkest colour. {caption}"
+    )
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure = _figure(max(7.0, 3.6 * columns), 1.2 + 1.5 * rows, title, caption)
         panels = figure.subplots(rows, columns, squeeze=False)
         for axes, group in zip(panels.T.flat, groups, strict=False):
             mesh = _heat_panel(axes, group, traces[traces["group"] == group], _deaths(events, group), norm)
-        for axes in panels.T.flat[len(groups):]:
+        for axes in panels.T.flat[len(groups) :]:
             axes.set_visible(False)
-        figure.colorbar(mesh, ax=panels, label="Variance (log scale)", extend="min", aspect=30,
-                        format=_plain)
+        bar = figure.colorbar(mesh, ax=panels, label="Variance (log scale)", extend="min", aspect=30)
+        _log_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
     return figure
 
 
 def _deaths(events: list[dict], group: str) -> dict[int, int]:
     """Neuron id -> step of its removal."""
-    return {neuron: event["step"] for event in events for pruned in event["groups"] if pruned["name"] == group
-            for neuron in pruned["removed"]}
+    return {
+        neuron: event["step"]
+        for event in events
+        for pruned in event["groups"]
+        if pruned["name"] == group
+        for neuron in pruned["removed"]
+    }
 
 
-def _heat_panel(
-    axes: Axes, group: str, traces: pd.DataFrame, deaths: dict[int, int], norm: LogNorm
-) -> QuadMesh:
+def _heat_panel(axes: Axes, group: str, traces: pd.DataFrame, deaths: dict[int, int], norm: LogNorm) -> QuadMesh:
     wide = traces.pivot(index="neuron", columns="step", values="variance")
     wide = wide.reindex(sorted({*wide.index, *deaths}))  # a neuron may go before its first window
-    steps = wide.columns.to_numpy(float)
+    steps = wide.columns.to_numpy(float)  # where windows end; the first begins with the run
     until = np.array([deaths.get(neuron, math.inf) for neuron in wide.index])
     wide = wide.mask(steps[None, :] > until[:, None])
     last = wide.ffill(axis=1).iloc[:, -1]
     wide = wide.loc[last.sort_values(na_position="first", kind="stable").index]
-    start = max(0.0, 2 * steps[0] - steps[1]) if len(steps) > 1 else 0.0  # windows end at their step
     cells = np.ma.masked_invalid(wide.to_numpy(float))
-    mesh = axes.pcolormesh(np.r_[start, steps], np.arange(len(wide) + 1), cells, norm=norm,
-                           cmap=OTHER.with_extremes(bad=DEAD), rasterized=True)
+    mesh = axes.pcolormesh(
+        np.r_[0, steps], np.arange(len(wide) + 1), cells, norm=norm, cmap=OTHER.with_extremes(bad=DEAD), rasterized=True
+    )
     dead = [row for row, neuron in enumerate(wide.index) if neuron in deaths]
     when = [deaths[wide.index[row]] for row in dead]
     axes.vlines(when, dead, np.add(dead, 1), color=CRITERIA["obs"][0], linewidth=1.2)
-    axes.set(title=f"{group}: {len(wide)} to {len(wide) - len(dead)} neurons", ylabel="Neurons",
-             xlabel="Training step" if axes.get_subplotspec().is_last_row() else "")
+    axes.set(
+        title=f"{group}: {len(wide)} to {len(wide) - len(dead)} neurons",
+        ylabel="Neurons",
+        xlabel="Training step" if axes.get_subplotspec().is_last_row() else "",
+    )
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     return mesh
 
 
-def widths_over_time(
-    metrics: pd.DataFrame, events: list[dict], title: str = "Widths", caption: str = ""
-) -> Figure:
+def widths_over_time(metrics: pd.DataFrame, events: list[dict], title: str = "Widths", caption: str = "") -> Figure:
     """Neurons left in each group against training steps: from the prune events, else from the metrics.
 
     Raises ResultsError if neither names a group.
@@ -271,15 +313,14 @@ def widths_over_time(
         if widths.max() > 8 * max(1, widths.min()):
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter(_plain)
+            axes.yaxis.set_minor_formatter(NullFormatter())
         else:
             axes.set_ylim(0, 1.05 * widths.max())
         _label_ends(axes, ends)
     return figure
 
 
-def _widths(
-    metrics: pd.DataFrame, events: list[dict], last: int
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _widths(metrics: pd.DataFrame, events: list[dict], last: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Group -> steps, and neurons left from each on. Events know the step, metrics only a later one."""
     lines: dict[str, list[tuple[int, int]]] = {}
     for event in events:
@@ -293,9 +334,7 @@ def _widths(
     return {name: tuple(np.array(line, float).T) for name, line in lines.items()}
 
 
-def training_curves(
-    metrics: pd.DataFrame, events: list[dict], title: str = "Training", caption: str = ""
-) -> Figure:
+def training_curves(metrics: pd.DataFrame, events: list[dict], title: str = "Training", caption: str = "") -> Figure:
     """Loss and accuracy, training and validation, against training steps; prune events are vertical lines.
 
     metrics: as RunDirectory.metrics() returns. Raises ResultsError if there are no records.
@@ -309,7 +348,7 @@ def training_curves(
         accuracy.set(ylabel="Accuracy (%)", xlabel="Training step")
         _curves(loss, metrics, events, "loss")
         _curves(accuracy, metrics, events, "accuracy")
-        loss.yaxis.set_major_formatter(_plain)
+        _log_ticks(loss.yaxis, *loss.get_ylim())
         loss.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
     return figure
 
@@ -328,8 +367,13 @@ def _curves(axes: Axes, metrics: pd.DataFrame, events: list[dict], name: str) ->
             axes.plot(rows["step"], rows[column], markersize=3.5, label=label, **style)
     width = 0.9 if len(events) < 6 else 0.4
     for index, event in enumerate(events):
-        axes.axvline(event["step"], color="0.3", linewidth=width, linestyle=(0, (2, 2)),
-                     label=None if index else f"prune event ({len(events)})")
+        axes.axvline(
+            event["step"],
+            color="0.3",
+            linewidth=width,
+            linestyle=(0, (2, 2)),
+            label=None if index else f"prune event ({len(events)})",
+        )
 
 
 def save(figure: Figure, path: str | Path) -> list[Path]:
@@ -383,7 +427,7 @@ def _representatives(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:
 def _run_figures(root: Path, name: str, row: pd.Series, only_trace: bool) -> Iterator[tuple[str, Figure]]:
     run = RunDirectory.open(root / row["run"])
     metrics, events, traces = run.metrics(), run.events(), run.traces()
-    asked = "" if pd.isna(row["requested"]) else f", {row['requested']:g} asked"
+    asked = "" if pd.isna(row["requested"]) else f", {row['requested']:g} requested"
     title = f"{name}{asked}, seed {row['seed']}"
     caption = f"One run, {row['run']}: n = 1, no spread. Reproduce: python -m tnvp.figures {root}"
     if len(traces):

@@ -85,8 +85,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
             found[split] = {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
     if len(found["train"]) < 2:
         raise DataError(
-            f"{folder / 'train'} has {len(found['train'])} class folders; it must have at least 2, "
-            "with images inside."
+            f"{folder / 'train'} has {len(found['train'])} class folders; it must have at least 2, with images inside."
         )
     for split, other in (("train", "test"), ("test", "train")):
         if missing := sorted(found[other] - found[split]):

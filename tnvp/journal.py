@@ -41,7 +41,12 @@ class Journal(Callback):
 
     def _record(self, fit: Fit) -> dict:
         epoch = fit.step / fit.steps_per_epoch
-        return {"step": fit.step, "epoch": epoch, "phase": fit.phase, "learning_rate": fit.optimizer.param_groups[0]["lr"]}
+        return {
+            "step": fit.step,
+            "epoch": epoch,
+            "phase": fit.phase,
+            "learning_rate": fit.optimizer.param_groups[0]["lr"],
+        }
 
     def _write(self, record: dict) -> None:
         self.directory.log(record)

@@ -25,7 +25,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 class MLP(nn.Module):
     """Flatten, then Linear layers fc1 … fcK, each hidden one followed by [BatchNorm1d], activation, [Dropout]."""
 
-    def __init__(self, inputs: int, classes: int, widths: Sequence[int], activation: str, batch_norm: bool, dropout: float):
+    def __init__(
+        self, inputs: int, classes: int, widths: Sequence[int], activation: str, batch_norm: bool, dropout: float
+    ):
         super().__init__()
         self.depth = len(widths)
         sizes = [inputs, *widths, classes]

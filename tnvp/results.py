@@ -213,7 +213,7 @@ def _write_json(path: Path, value: dict) -> None:
 
 def _line(record: dict, where: str) -> bytes:
     if "step" not in record:
-        raise ResultsError(f"{where}: a record needs its \"step\", got only {sorted(record)}")
+        raise ResultsError(f'{where}: a record needs its "step", got only {sorted(record)}')
     return json.dumps(_plain(record, where), allow_nan=False).encode() + b"\n"
 
 
@@ -447,8 +447,13 @@ def environment(device: str, seed: int, config_hash: str, trunk_hash: str) -> di
     return {
         "commit": _git("rev-parse", "HEAD") if tracked else None,
         "dirty": bool(changes) if tracked and changes is not None else None,
-        "versions": versions, "device": device, "hardware": _hardware(device), "cores": cores,
-        "seed": seed, "config_hash": config_hash, "trunk_hash": trunk_hash,
+        "versions": versions,
+        "device": device,
+        "hardware": _hardware(device),
+        "cores": cores,
+        "seed": seed,
+        "config_hash": config_hash,
+        "trunk_hash": trunk_hash,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from tnvp.pruning.surgery import folded_bias
 
 def mlp(widths=(7, 11, 9, 4), activation=nn.ReLU, norm=False, dropout=0.0, bias=True) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layers.append(nn.Linear(a, b, bias=bias))
         if i < len(widths) - 2:
             layers += [nn.BatchNorm1d(b)] * norm + [activation()] + [nn.Dropout(dropout)] * (dropout > 0)

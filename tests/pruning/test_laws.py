@@ -127,7 +127,9 @@ def test_steps_after_surgery_equal_steps_of_the_masked_network(network, optimize
         if tensor == "weight" and (layer, "in") in report.cuts:
             expected = expected[:, report.cuts[layer, "in"]]
         # The gradient of a bias before batch norm is pure rounding, which adaptive optimizers enlarge: hence atol.
-        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-7, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameter.detach(), expected, rtol=1e-7, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .errors import PruningError
-from .layers import LayerKind, kind_of
+from .layers import channel_dim, kind_of
 
 NO_NEURON = -1
 
@@ -82,41 +82,67 @@ def find_groups(model: nn.Module, example_inputs) -> NeuronGroups:
 def complete_groups(model: nn.Module, groups: Iterable[NeuronGroup]) -> NeuronGroups:
     """Check hand-made groups against the model's layers and fill in names, sizes and maps."""
     modules = dict(model.named_modules())
-    return NeuronGroups(_complete(modules, group) for group in groups)
+    complete = NeuronGroups(_complete(modules, group) for group in groups)
+    claimed: dict[tuple[str, str], str] = {}
+    shared = {name: names for names in shared_parameters(model) for name in names}
+    for group in complete:
+        for layer, side in group.maps if group.prunable else ():
+            if (layer, side) in claimed and (group.maps[layer, side] >= 0).all():
+                raise PruningError(
+                    f"groups {claimed[layer, side]!r} and {group.name!r} both cut the {side}puts of {layer!r}"
+                )
+            if layer in shared:
+                raise PruningError(
+                    f"{layer!r} shares its weight or bias with another layer ({', '.join(shared[layer])})"
+                )
+            claimed[layer, side] = group.name
+    return complete
+
+
+def shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The layers that hold the same parameter, a list for each such parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(name)
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def _complete(modules: dict[str, nn.Module], group: NeuronGroup) -> NeuronGroup:
+    name = group.name or (group.producers[0] if group.producers else "?")
+    if group.maps or not group.prunable:
+        return replace(group, name=name, maps=dict(group.maps))
     if not group.producers or not group.consumers:
-        raise PruningError(f"group {group.name or '?'} needs at least one producer and one consumer")
+        raise PruningError(f"group {name} needs at least one producer and one consumer")
     maps: dict[tuple[str, str], Tensor] = {}
     size = 0
-    for side, names in (("out", [*group.producers, *group.passengers]), ("in", group.consumers)):
-        for name in names:
-            module = modules.get(name)
-            if module is None:
-                raise PruningError(f"group names the layer {name!r}, which the model lacks; it has {layer_names(modules)}")
-            kind = kind_of(module)
-            if kind is None or (side == "in" and kind.is_passenger):
-                raise PruningError(f"layer {name!r} ({type(module).__name__}) can't be a {side}put layer of a group")
-            width = _width(module, kind, side)
+    for side, layers in (("out", [*group.producers, *group.passengers]), ("in", group.consumers)):
+        for layer in layers:
+            width = _width(modules, layer, side)
             size = size or width
             if width % size or (side == "out" and width != size):
-                raise PruningError(f"layer {name!r} has {width} {side}puts, which don't fit {size} neurons")
-            maps[name, side] = torch.arange(size).repeat_interleave(width // size)
-    name = group.name or group.producers[0]
+                raise PruningError(f"layer {layer!r} has {width} {side}puts, which don't fit {size} neurons")
+            maps[layer, side] = torch.arange(size).repeat_interleave(width // size)
     return NeuronGroup(name, list(group.producers), list(group.passengers), list(group.consumers), size, maps=maps)
+
+
+def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
+    """The size of a layer's own dimension. Raises where the layer is unknown, or can't be cut there."""
+    if layer not in modules:
+        raise PruningError(f"a group names the layer {layer!r}, which the model lacks; it has {layer_names(modules)}")
+    module, kind = modules[layer], kind_of(modules[layer])
+    if kind is None or (side == "in" and kind.is_passenger):
+        raise PruningError(f"layer {layer!r} ({type(module).__name__}) can't be a {side}put layer of a group")
+    if kind.is_passenger:
+        return module.num_features
+    tensor, dim = next(iter((kind.outputs if side == "out" else kind.inputs).items()))
+    return getattr(module, tensor).shape[dim]
 
 
 def layer_names(modules: dict[str, nn.Module]) -> list[str]:
     """The layers that groups can name."""
     return [name for name, module in modules.items() if kind_of(module) is not None]
-
-
-def _width(module: nn.Module, kind: LayerKind, side: str) -> int:
-    if kind.is_passenger:
-        return module.num_features
-    tensor, dim = next(iter((kind.outputs if side == "out" else kind.inputs).items()))
-    return getattr(module, tensor).shape[dim]
 
 
 @contextmanager
@@ -139,6 +165,7 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, model: nn.Module, graph: fx.Graph):
         super().__init__(fx.GraphModule(model, graph))
+        self.model = model
         self.modules = dict(model.named_modules())
         self.labels: dict[fx.Node, Labels] = {}
         self.parent: list[int] = []
@@ -147,6 +174,7 @@ class _Walk(fx.Interpreter):
         self.carried: dict[str, Tensor] = {}
         self.read: dict[str, Tensor] = {}
         self.read_directly: list[str] = []  # parameters that the network's own code touches
+        self.widths: dict[fx.Node, dict[int, list[Tensor]]] = {}  # number or size → the atoms it counts, by index
 
     # Atoms: a union-find, and the reasons why some can't be pruned.
 
@@ -175,8 +203,25 @@ class _Walk(fx.Interpreter):
 
     def run_node(self, node: fx.Node):
         result = super().run_node(node)
-        self.labels[node] = self._rule(node)(self, node, result) or {}
+        rule = self._rule(node)
+        self.labels[node] = rule(self, node, result) or {}
+        if rule is not _size:
+            self._follow_widths(node, rule, result)
         return result
+
+    def _follow_widths(self, node: fx.Node, rule: Callable, result) -> None:
+        """Numbers made from a width may become the sizes of a reshape; in any other computation they change its result."""
+        counted = [
+            atoms for source in node.all_input_nodes for part in self.widths.get(source, {}).values() for atoms in part
+        ]
+        if not counted or rule is _reshape:
+            return
+        if (isinstance(result, int | float) and not isinstance(result, bool)) or (
+            isinstance(result, tuple) and all(isinstance(size, int) for size in result)
+        ):
+            self.widths[node] = {0: counted}
+        else:
+            self.block(counted, f"its width enters a computation ({node.name})")
 
     def _rule(self, node: fx.Node) -> Callable:
         if node.op == "call_module":
@@ -202,15 +247,12 @@ class _Walk(fx.Interpreter):
         """Layers whose parameters are also used elsewhere than in the layer's own call."""
         for target in self.read_directly:
             self.block_layer(target.rpartition(".")[0], f"the network's code uses {target} itself")
-        owners: dict[int, list[str]] = {}
         for name, module in self.modules.items():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    owners.setdefault(id(parameter), []).append(name)
-        for names in owners.values():
-            if len(names) > 1:
-                for name in names:
-                    self.block_layer(name, f"shares a parameter with another layer ({', '.join(names)})")
+            if kind_of(module) is not None and "weight" not in module._parameters:
+                self.block_layer(name, f"a hook computes {name}.weight (weight norm, a pruning mask): remove it first")
+        for names in shared_parameters(self.model):
+            for name in names:
+                self.block_layer(name, f"shares a parameter with another layer ({', '.join(names)})")
 
     def block_layer(self, name: str, reason: str) -> None:
         self.block((t[name] for t in (self.written, self.carried, self.read) if name in t), reason)
@@ -218,7 +260,9 @@ class _Walk(fx.Interpreter):
     def groups(self) -> list[NeuronGroup]:
         reasons = {self.root(atom): why for atom, why in reversed(self.reasons.items())}
         roots = {
-            side: {name: [self.root(a) if a >= 0 else NO_NEURON for a in atoms.tolist()] for name, atoms in table.items()}
+            side: {
+                name: [self.root(a) if a >= 0 else NO_NEURON for a in atoms.tolist()] for name, atoms in table.items()
+            }
             for side, table in (("written", self.written), ("carried", self.carried), ("read", self.read))
         }
         families: list[tuple[list[str], dict[int, int]]] = []  # (producers, root → neuron)
@@ -268,14 +312,40 @@ def _attribute(walk: _Walk, node: fx.Node, result) -> None:
 
 
 def _size(walk: _Walk, node: fx.Node, result) -> None:
+    """``x.size()``, ``x.shape``, ``x.size(1)``, ``x.shape[1]``: which atoms the number counts."""
+    source = node.all_input_nodes[0]
+    if isinstance(result, Tensor):
+        return _unknown(walk, node, result)
+    counted = {dim: [atoms] for dim, atoms in walk.labels[source].items()} or walk.widths.get(source, {})
+    asked = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    if isinstance(result, torch.Size) and not isinstance(asked, slice):
+        walk.widths[node] = counted
+    elif isinstance(asked, int) and isinstance(walk.value(source), Tensor | torch.Size):
+        dims = walk.value(source).dim() if isinstance(walk.value(source), Tensor) else len(walk.value(source))
+        walk.widths[node] = {0: counted.get(asked % dims, [])}
+    elif counted:
+        walk.widths[node] = {0: [atoms for part in counted.values() for atoms in part]}
+    return None
+
+
+def _attribute_of(walk: _Walk, node: fx.Node, result) -> None:
+    return _size(walk, node, result) if node.args[1] == "shape" else _number(walk, node, result)
+
+
+def _number(walk: _Walk, node: fx.Node, result) -> None:
+    """Something about a tensor that pruning doesn't change: its rank, dtype or device."""
     return _unknown(walk, node, result) if isinstance(result, Tensor) else None
+
+
+def _getitem(walk: _Walk, node: fx.Node, result) -> None:
+    return _unknown(walk, node, result) if isinstance(walk.value(node.args[0]), Tensor) else _size(walk, node, result)
 
 
 def _layer(walk: _Walk, node: fx.Node, result: Tensor) -> Labels:
     name, kind = node.target, kind_of(walk.modules[node.target])
     source = node.all_input_nodes[0]
     labels = dict(walk.labels[source])
-    channel = kind.channel % result.dim()
+    channel = channel_dim(walk.modules[name], result)
     seen = walk.carried if kind.is_passenger else walk.written
     if name in seen:
         reason = f"goes through {name}, which is called more than once"
@@ -326,9 +396,11 @@ def _pool(walk: _Walk, node: fx.Node, result) -> Labels | None:
     source = node.all_input_nodes[0]
     if not isinstance(result, Tensor):
         return _unknown(walk, node, result)
-    space = {d: a for d, a in walk.labels[source].items() if d > 1}
-    walk.block(space.values(), f"lies along the space that {node.name} pools over")
-    return {d: a for d, a in walk.labels[source].items() if d <= 1 and result.dim() == walk.value(source).dim()}
+    what = type(walk.modules[node.target]).__name__ if node.op == "call_module" else node.target.__name__
+    first = result.dim() - int(what[-2])
+    space = [d for d in walk.labels[source] if d >= first]
+    walk.block((walk.labels[source][d] for d in space), f"lies along the space that {node.name} pools over")
+    return {d: a for d, a in walk.labels[source].items() if d < first}
 
 
 def _flatten(walk: _Walk, node: fx.Node, result: Tensor) -> Labels:
@@ -358,7 +430,8 @@ def _reshape(walk: _Walk, node: fx.Node, result: Tensor) -> Labels | None:
     """A reshape that keeps every size, or flattens the trailing dimensions, if no neuron's size is hard-coded."""
     source = node.args[0]
     labels, old, new = walk.labels[source], walk.value(source).shape, result.shape
-    sizes = node.args[1:] if isinstance(node.args[1], int | fx.Node) else tuple(node.args[1])
+    given = node.args[1:] or (node.kwargs.get("shape", node.kwargs.get("size")),)
+    sizes = given if isinstance(given[0], int | fx.Node) else tuple(given[0])
     if not labels:
         return None
     if new == old:
@@ -368,8 +441,11 @@ def _reshape(walk: _Walk, node: fx.Node, result: Tensor) -> Labels | None:
     else:
         return _unknown(walk, node, result)
     for dim, atoms in moved.items():
-        if dim < len(sizes) and isinstance(sizes[dim], int) and sizes[dim] != -1:
-            walk.block([atoms], f"the size {sizes[dim]} is hard-coded in {node.name}: write -1 or x.size(…) instead")
+        size = sizes[dim] if dim < len(sizes) else -1
+        if isinstance(size, fx.Node) and not any(walk.widths.get(size, {}).values()):
+            size = walk.value(size)
+        if isinstance(size, int) and size != -1:
+            walk.block([atoms], f"the size {size} is hard-coded in {node.name}: write -1 or x.size(…) instead")
     return moved
 
 
@@ -401,6 +477,7 @@ RULES: dict[object, Callable] = {
     "reshape": _reshape,
     torch.reshape: _reshape,
     "size": _size,
-    "dim": _size,
-    getattr: _size,
+    "dim": _number,
+    getattr: _attribute_of,
+    operator.getitem: _getitem,
 }

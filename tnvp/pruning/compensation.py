@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .channels import NeuronGroup, evaluating
 from .errors import PruningError
-from .layers import kind_of
+from .layers import channel_dim, layer_input
 from .moments import as_samples
 from .recorder import Recorder
 
@@ -61,19 +62,20 @@ def _act_of_mean(model: nn.Module, groups: list[NeuronGroup], recorder: Recorder
 
     def write_mean(name):
         def hook(module, inputs, output):
-            mean = means[name].to(output)
-            return mean.reshape([-1 if d == kind_of(module).channel % output.dim() else 1 for d in range(output.dim())]).expand_as(output)
+            return along(means[name].to(output), channel_dim(module, output), output.dim()).expand_as(output)
 
         return hook
 
     def read(name):
-        def hook(module, inputs):
-            seen[name] = as_samples(inputs[0].detach(), kind_of(module).channel).double().mean(0)
+        def hook(module, args, kwargs):
+            x = layer_input(args, kwargs)
+            seen[name] = as_samples(x.detach(), channel_dim(module, x)).double().mean(0)
 
         return hook
 
     handles = [modules[name].register_forward_hook(write_mean(name)) for name in means]
-    handles += [modules[c].register_forward_pre_hook(read(c)) for group in groups for c in group.consumers]
+    consumers = dict.fromkeys(name for group in groups for name in group.consumers)
+    handles += [modules[name].register_forward_pre_hook(read(name), with_kwargs=True) for name in consumers]
     try:
         with evaluating(model), torch.no_grad():
             model(*example_inputs)
@@ -89,10 +91,16 @@ def folded_bias(module: nn.Module, constant: Tensor, removed: Tensor) -> Tensor:
     For a convolution the sum runs over the kernel too: exact wherever the kernel does not overlap the zero padding.
     """
     weight = module.weight.detach()
-    columns = weight[:, removed.to(weight.device)].double().flatten(2).sum(2) if weight.dim() > 2 else weight[:, removed.to(weight.device)].double()
+    columns = weight[:, removed.to(weight.device)].double()
+    columns = columns.sum(tuple(range(2, columns.dim()))) if columns.dim() > 2 else columns
     shift = columns @ constant.to(columns)[removed.to(columns.device)]
     bias = module.bias.detach().double() if module.bias is not None else 0
     return (bias + shift).to(weight.dtype)
+
+
+def along(values: Tensor, dim: int, dims: int) -> Tensor:
+    """Values [P] shaped to lie along dimension ``dim`` of ``dims``."""
+    return values.reshape([-1 if d == dim else 1 for d in range(dims)])
 
 
 @contextmanager
@@ -103,16 +111,14 @@ def replacing(model: nn.Module, replaced: dict[str, tuple[Tensor, Tensor]]) -> I
     """
     modules = dict(model.named_modules())
 
-    def hook(module, inputs, removed, constant):
-        x = inputs[0].clone()
-        dim = kind_of(module).channel % x.dim()
-        shape = [-1 if d == dim else 1 for d in range(x.dim())]
-        return (x.index_copy(dim, removed, constant.to(x).reshape(shape).expand_as(x.index_select(dim, removed))), *inputs[1:])
+    def hook(name, module, args, kwargs):
+        x = layer_input(args, kwargs)
+        removed, constant = replaced[name]
+        dim = channel_dim(module, x)
+        fixed = along(constant.to(x), dim, x.dim()).expand_as(x.index_select(dim, removed.to(x.device)))
+        return (x.index_copy(dim, removed.to(x.device), fixed),), {}
 
-    handles = [
-        modules[name].register_forward_pre_hook(lambda m, i, r=removed, c=constant: hook(m, i, r, c))
-        for name, (removed, constant) in replaced.items()
-    ]
+    handles = [modules[name].register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name in replaced]
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -12,14 +12,12 @@ class LayerKind:
     """Where a layer's tensors hold neurons.
 
     ``outputs`` / ``inputs``: tensor name → the dimension indexed by the neurons it writes / reads.
-    ``sizes``: attribute → (tensor name, dimension) it must equal. ``channel``: the neurons' dimension in its input and output.
-    A passenger treats each neuron by itself: it has ``outputs`` only.
+    ``sizes``: attribute → (tensor name, dimension) it must equal. A passenger treats each neuron by itself: it has ``outputs`` only.
     """
 
     outputs: dict[str, int]
     inputs: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, tuple[str, int]] = field(default_factory=dict)
-    channel: int = 1
 
     @property
     def is_passenger(self) -> bool:
@@ -30,7 +28,6 @@ LINEAR = LayerKind(
     outputs={"weight": 0, "bias": 0},
     inputs={"weight": 1},
     sizes={"out_features": ("weight", 0), "in_features": ("weight", 1)},
-    channel=-1,
 )
 CONVOLUTION = LayerKind(
     outputs={"weight": 0, "bias": 0},
@@ -51,11 +48,32 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return None
 
 
-def synchronise_sizes(module: nn.Module) -> None:
-    """Make ``in_features``, ``num_features`` and their like say what the layer's tensors are."""
+def spatial_dims(module: nn.Module) -> int:
+    """Dimensions behind the neurons' in a layer's input and output: 2 for Conv2d, 0 for Linear."""
+    name = type(module).__name__
+    return int(name[-2]) if name.endswith(("1d", "2d", "3d")) else 0
+
+
+def channel_dim(module: nn.Module, x: Tensor) -> int:
+    """The dimension of ``x``, a layer's input or output, that holds its neurons."""
+    if kind_of(module) is BATCH_NORM:
+        return 1
+    return x.dim() - 1 - spatial_dims(module)
+
+
+def layer_input(args: tuple, kwargs: dict) -> Tensor:
+    """What a layer was called with, by position or by name."""
+    return args[0] if args else kwargs["input"]
+
+
+def synchronise_sizes(module: nn.Module, neurons: int | None = None) -> None:
+    """Make ``in_features``, ``num_features`` and their like say what the layer's tensors are.
+
+    A batch norm without tensors is told its ``neurons``.
+    """
     kind = kind_of(module)
     for attribute, (tensor, dim) in kind.sizes.items():
         setattr(module, attribute, getattr(module, tensor).shape[dim])
     if kind is BATCH_NORM:
-        tensors = (module.weight, module.running_mean)
-        module.num_features = next((len(t) for t in tensors if t is not None), module.num_features)
+        tensors = [t for t in (module.weight, module.running_mean) if t is not None]
+        module.num_features = len(tensors[0]) if tensors else neurons or module.num_features

@@ -16,13 +16,11 @@ Migration = tuple[list[list[Tensor]], dict[Tensor, dict], list[list[str]]]
 
 def plan_migration(optimizer: Optimizer, changes: Iterable[ParameterChange]) -> Migration:
     """The optimizer's parameters and state after the changes; the optimizer is untouched. Raises where a state can't be cut."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PruningError("LBFGS keeps its history as flat vectors over all parameters, which can't be cut: "
-                           "make a new optimizer after pruning (Pruner(optimizer=None))")  # fmt: skip
     changes = [c for c in changes if isinstance(c.new, nn.Parameter)]
     replaced = {id(c.old): c for c in changes if c.old is not None}
     added = {id(c.beside): c for c in changes if c.old is None}
-    parameters, names, state = [], [], {}
+    parameters, names = [], []
+    state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for group in optimizer.param_groups:
         parameters.append([])
         names.append([])
@@ -55,7 +53,9 @@ def _cut_state(optimizer: Optimizer, change: ParameterChange) -> dict:
                 )
             cut[key] = cut_tensor(value, change.kept)
         elif isinstance(value, list | dict | tuple):
-            raise PruningError(f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}, which can't be cut")
+            raise PruningError(
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}, which can't be cut"
+            )
         else:
             cut[key] = value
     return cut
@@ -65,8 +65,9 @@ def _fresh_state(optimizer: Optimizer, group: dict, parameter: Tensor) -> dict:
     """The state a new parameter has in this optimizer: none, except for Adagrad, which makes it in its constructor."""
     if not isinstance(optimizer, torch.optim.Adagrad):
         return {}
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return torch.optim.Adagrad([{"params": [parameter], **options}]).state[parameter]
+    return torch.optim.Adagrad([parameter], initial_accumulator_value=group["initial_accumulator_value"]).state[
+        parameter
+    ]
 
 
 def execute_migration(optimizer: Optimizer, migration: Migration) -> None:
@@ -88,6 +89,15 @@ def check_membership(model: nn.Module, optimizer: Optimizer, known: set[str]) ->
     missing = [name for name, p in model.named_parameters() if name in known and id(p) not in set(held)]
     if missing:
         raise PruningError(f"the optimizer lost {', '.join(missing)}")
+
+
+def check_kind(optimizer: Optimizer) -> None:
+    """Refuse at once what could never be cut."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PruningError(
+            "LBFGS keeps its history as flat vectors over all parameters, which can't be cut: "
+            "give the Pruner optimizer=None and make a new LBFGS after pruning"
+        )
 
 
 def known_names(model: nn.Module, optimizer: Optimizer) -> set[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,11 @@ from .cost import flop_count, parameter_count
 from .criteria import CRITERIA, Evidence, Side
 from .errors import PruningError
 from .layers import kind_of
-from .optimizer_state import check_membership, execute_migration, known_names, plan_migration
+from .optimizer_state import check_kind, check_membership, execute_migration, known_names, plan_migration
 from .recorder import Recorder, TraceRow
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold
 from .surgery import Cuts, cuts_for, execute, plan
+from .trial import DIFFERS, failing
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,12 @@ class Pruner:
         self.criterion, self.compensation = criterion, compensation
         self._inputs = example_inputs if isinstance(example_inputs, tuple | None) else (example_inputs,)
         self._generator = torch.Generator().manual_seed(seed)
-        self.groups = find_groups(model, example_inputs) if groups is None else complete_groups(model, groups)
+        self.groups = explain(model, example_inputs) if groups is None else complete_groups(model, groups)
         self._ignore(ignore)
+        self._proven = groups is None
+        self._prove(self._inputs)
         self._require_something_prunable()
-        self._trained = self._check_optimizer()
+        self._check_optimizer()
         self._original = {group.name: group.size for group in self.groups if group.prunable}
         self._parameters, self._flops = parameter_count(model), self._count_flops(model)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
@@ -178,11 +183,15 @@ class Pruner:
         All or nothing: on any error the model, the optimizer and the averaged copies are as before.
         """
         requested = _one_budget(
-            sparsity=sparsity, threshold=threshold, flops_reduction=flops_reduction, parameter_reduction=parameter_reduction
+            sparsity=sparsity,
+            threshold=threshold,
+            flops_reduction=flops_reduction,
+            parameter_reduction=parameter_reduction,
         )
         limits = Limits(scope, min_neurons, round_to)
-        batches = None if calibration is None else [_inputs_of(batch) for batch in calibration]
+        batches = None if calibration is None else _batches(calibration)
         with self.paused():
+            self._prove(batches[0] if batches else None)
             return self._event(requested, limits, batches)
 
     def _event(self, requested: dict[str, float], limits: Limits, batches: list[tuple] | None) -> PruneReport:
@@ -209,20 +218,20 @@ class Pruner:
     def _calibrate(self, batches: list[tuple] | None) -> tuple[list[Tensor], Recorder | None]:
         if batches is None:
             return [], None
-        if not batches:
-            raise PruningError("calibration is empty: give at least one batch")
         recorder = Recorder(self.model, self.groups, self._recorder.kinds)
         with recorder.record():
             outputs = _outputs(self.model, batches)
         return outputs, recorder
 
     def _scores(self, calibrated: Recorder | None) -> Scores:
-        recorder = self._recorder if self._recorder.batches or calibrated is None else calibrated
+        recorder = calibrated if calibrated is not None and self._recorder.is_empty else self._recorder
         score = CRITERIA[self.criterion].score
         scores = {g.name: score(self._evidence(g, recorder)).detach().cpu() for g in self.groups if g.prunable}
         for name, values in scores.items():
             if not torch.isfinite(values).all():
-                raise PruningError(f"criterion {self.criterion!r} gave NaN or Inf for group {name!r}; nothing was pruned")
+                raise PruningError(
+                    f"criterion {self.criterion!r} gave NaN or Inf for group {name!r}; nothing was pruned"
+                )
         return scores
 
     def _evidence(self, group: NeuronGroup, recorder: Recorder) -> Evidence:
@@ -253,11 +262,11 @@ class Pruner:
         if budget == "flops_reduction" and self._flops is None:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
         measure = self._flops_reduction if budget == "flops_reduction" else self._parameter_reduction
-        skeleton = copy.deepcopy(self.model).to("meta")
 
         def reduction(kept: Kept) -> float:
-            trial = copy.deepcopy(skeleton)
-            execute(trial, plan(trial, cuts_for(self.groups, kept), {}))
+            trial = copy.deepcopy(self.model)
+            cuts = cuts_for(self.groups, kept)
+            execute(trial, plan(trial, cuts, {}), cuts)
             return measure(trial)
 
         return keep_by_reduction(scores, self._original, value, limits, reduction)
@@ -265,23 +274,45 @@ class Pruner:
     def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, Tensor]) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""
         changes = plan(self.model, cuts, values)
-        copies = [getattr(averaged, "module", averaged) for averaged in self.averaged]
+        copies = [self._copy_of(averaged) for averaged in self.averaged]
         copy_changes = [plan(averaged, cuts, values) for averaged in copies]
         migration = None if self.optimizer is None else plan_migration(self.optimizer, changes)
-        added = {f"{c.layer}.{c.tensor}" for c in changes if c.beside is not None and f"{c.layer}.weight" in self._trained}
-        execute(self.model, changes)
+        trained = set() if self.optimizer is None else known_names(self.model, self.optimizer)
+        trained |= {f"{c.layer}.bias" for c in changes if c.beside is not None and f"{c.layer}.weight" in trained}
+        execute(self.model, changes, cuts)
         for averaged, its_changes in zip(copies, copy_changes, strict=True):
-            execute(averaged, its_changes)
+            execute(averaged, its_changes, cuts)
         if migration is not None:
             execute_migration(self.optimizer, migration)
-            self._trained |= added
-            check_membership(self.model, self.optimizer, self._trained)
+            check_membership(self.model, self.optimizer, trained)
         self._recorder.select(kept, cuts)
         for group in self.groups:
             if group.prunable:
                 _shrink_group(group, kept[group.name])
 
     # Reports and checks.
+
+    def _prove(self, inputs: tuple | None) -> None:
+        """Groups given by hand must leave a network that runs: a forgotten layer is an error. Once, when inputs are known."""
+        if self._proven or inputs is None:
+            return
+        trouble = dict(failing(self.model, [group for group in self.groups if group.prunable], inputs))
+        lines = [f"  {group.name}: {why}" for group, why in trouble.items()]
+        if set(trouble.values()) - {DIFFERS}:
+            raise PruningError("groups given by hand can't be cut; do they name every layer?\n" + "\n".join(lines))
+        if trouble:
+            warnings.warn("groups given by hand are no pure passage:\n" + "\n".join(lines), stacklevel=3)
+        self._proven = True
+
+    def _copy_of(self, averaged: nn.Module) -> nn.Module:
+        """The network inside an averaged copy. Raises where its shapes are not the model's."""
+        network = getattr(averaged, "module", averaged)
+        shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+        if shapes != {name: tensor.shape for name, tensor in self.model.state_dict().items()}:
+            raise PruningError(
+                f"the averaged copy ({type(averaged).__name__}) has other layers or shapes than the model"
+            )
+        return network
 
     def _group_report(self, group: NeuronGroup, kept: Tensor, scores: Tensor) -> GroupReport:
         gone = torch.ones(group.size, dtype=torch.bool)
@@ -322,25 +353,28 @@ class Pruner:
             if name not in known:
                 raise PruningError(f"ignore names the layer {name!r}, which the model lacks; it has {', '.join(known)}")
             for group in self.groups:
-                if name in group.producers and group.prunable:
+                if name in (*group.producers, *group.passengers) and group.prunable:
                     group.prunable, group.reason = False, f"{name} is in ignore"
 
     def _require_something_prunable(self) -> None:
         if not any(group.prunable for group in self.groups):
             raise PruningError(f"nothing in this network can be pruned:\n{self.groups}")
 
-    def _check_optimizer(self) -> set[str]:
+    def _check_optimizer(self) -> None:
         if self.optimizer is None:
-            return set()
-        names = known_names(self.model, self.optimizer)
-        if not names:
+            return
+        check_kind(self.optimizer)
+        if not known_names(self.model, self.optimizer):
             raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
-        return names
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple) -> NeuronGroups:
     """The network's neuron groups, which layers write, carry and read each, and why some can't be pruned: print it."""
-    return find_groups(model, example_inputs)
+    groups = find_groups(model, example_inputs)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    for group, why in failing(model, [group for group in groups if group.prunable], inputs):
+        group.prunable, group.reason = False, why
+    return groups
 
 
 def _choose(what: str, name: str, table: dict) -> None:
@@ -353,13 +387,16 @@ def _one_budget(**budgets: float | None) -> dict[str, float]:
     if len(given) != 1:
         raise PruningError(f"prune() takes exactly one of {', '.join(budgets)}; got {', '.join(given) or 'none'}")
     ((name, value),) = given.items()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise PruningError(f"{name} must be a finite number, got {value!r}")
     if name == "threshold" and value < 0:
         raise PruningError(f"threshold must be at least 0, got {value}")
     if name != "threshold" and not 0 <= value < 1:
-        raise PruningError(f"{name} is a fraction in [0, 1), got {value}" + (": did you mean " + f"{value / 100:g}?" if 1 < value < 100 else ""))
-    return given
+        raise PruningError(
+            f"{name} is a fraction in [0, 1), got {value}"
+            + (": did you mean " + f"{value / 100:g}?" if 1 < value < 100 else "")
+        )
+    return {name: float(value)}
 
 
 def _shrink_group(group: NeuronGroup, kept: Tensor) -> None:
@@ -372,10 +409,15 @@ def _shrink_group(group: NeuronGroup, kept: Tensor) -> None:
     group.size = len(kept)
 
 
-def _inputs_of(batch) -> tuple:
-    """The model's arguments in a calibration batch: a tensor alone, or the first of an (x, y) pair."""
-    first = batch[0] if isinstance(batch, tuple | list) else batch
-    return first if isinstance(first, tuple) else (first,)
+def _batches(calibration: Iterable) -> list[tuple]:
+    """The model's arguments in each calibration batch: a tensor, or the first of an (x, y) pair, itself perhaps a tuple."""
+    batches = []
+    for batch in [calibration] if isinstance(calibration, Tensor) else calibration:
+        first = batch[0] if isinstance(batch, tuple | list) else batch
+        batches.append(tuple(first) if isinstance(first, tuple | list) else (first,))
+    if not batches:
+        raise PruningError("calibration is empty: give at least one batch")
+    return batches
 
 
 def _outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .channels import NeuronGroup
 from .errors import PruningError
-from .layers import kind_of
+from .layers import channel_dim, layer_input
 from .moments import DecayingMoments, Moments, as_samples
 
 Signal = tuple[str, str]
@@ -36,21 +36,26 @@ class TraceRow(NamedTuple):
 class _Hook:
     """A recording hook that a copy of the model leaves behind: copied or pickled, it is dead."""
 
-    def __init__(self, recorder: Recorder, signal: Signal, channel: int):
-        self.recorder, self.signal, self.channel = recorder, signal, channel
+    def __init__(self, recorder: Recorder, signal: Signal):
+        self.recorder, self.signal = recorder, signal
 
-    def __call__(self, module: nn.Module, inputs: tuple, output: Tensor | None = None) -> None:
-        self.recorder.observe(self.signal, inputs[0] if output is None else output, self.channel)
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor | None = None) -> None:
+        x = output if self.signal[1] == "out" else layer_input(args, kwargs)
+        self.recorder.observe(self.signal, x, channel_dim(module, x))
 
     def __deepcopy__(self, memo) -> object:
         return dead_hook
 
     def __reduce__(self):
-        return "dead_hook"
+        return _bury, ()
 
 
 def dead_hook(*_) -> None:
     """What is left of a recording hook in a copy of the model."""
+
+
+def _bury():
+    return dead_hook
 
 
 class Recorder:
@@ -60,7 +65,9 @@ class Recorder:
     "cumulative" (since the start), "since_prune", or "ema" (exponentially weighted over batches).
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[NeuronGroup], kinds: Iterable[str], window: str = "cumulative"):
+    def __init__(
+        self, model: nn.Module, groups: Iterable[NeuronGroup], kinds: Iterable[str], window: str = "cumulative"
+    ):
         if window not in WINDOWS:
             raise PruningError(f"unknown window {window!r}: choose one of {', '.join(WINDOWS)}")
         self.model, self.window, self.kinds = model, window, tuple(kinds)
@@ -96,9 +103,8 @@ class Recorder:
         try:
             for signal in self._current:
                 module = modules[signal[0]]
-                hook = _Hook(self, signal, kind_of(module).channel)
                 register = module.register_forward_hook if signal[1] == "out" else module.register_forward_pre_hook
-                handles.append(register(hook))
+                handles.append(register(_Hook(self, signal), with_kwargs=True))
             yield
         finally:
             self._recording = False
@@ -126,6 +132,11 @@ class Recorder:
                 self._total[signal].merge(batch)
         if signal == next(iter(self._current)):
             self.batches += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded yet, or since the last `forget`."""
+        return all(self.moments(signal).count == 0 for signal in self._current)
 
     def moments(self, signal: Signal) -> Moments:
         """All that a score may look at: the closed windows and the open one."""
@@ -159,7 +170,9 @@ class Recorder:
             signal = self._signal(group, kind)
             pooled = self._pooled(group, signal, self._current[signal])
             if pooled.count > 1:
-                row = TraceRow(step, group.name, self.ids[group.name], pooled.mean.cpu(), pooled.variance.cpu(), pooled.count)
+                row = TraceRow(
+                    step, group.name, self.ids[group.name], pooled.mean.cpu(), pooled.variance.cpu(), pooled.count
+                )
                 self.trace.append(row)
         for signal, moments in self._current.items():
             if self.window != "ema":

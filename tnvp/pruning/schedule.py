@@ -20,10 +20,9 @@ class Cubic:
     every: int
 
     def __post_init__(self):
-        if not 0 <= self.start < self.end:
-            raise PruningError(f"a gradual schedule needs 0 <= start < end, got start={self.start}, end={self.end}")
-        if self.every < 1:
-            raise PruningError(f"a gradual schedule needs every >= 1 step, got {self.every}")
+        _check(self.sparsity, self.start, self.every)
+        if self.end <= self.start:
+            raise PruningError(f"a gradual schedule needs start < end, got start={self.start}, end={self.end}")
 
     def target(self, step: int) -> float | None:
         due = step == self.end or (self.start < step < self.end and (step - self.start) % self.every == 0)
@@ -44,6 +43,20 @@ class Iterative:
     every: int = 1
     events: int = 1
 
+    def __post_init__(self):
+        _check(self.sparsity, self.start, self.every)
+        if self.events < 1:
+            raise PruningError(f"an iterative schedule needs at least 1 event, got {self.events}")
+
     def target(self, step: int) -> float | None:
         number, rest = divmod(step - self.start, self.every)
-        return self.sparsity * (number + 1) / self.events if rest == 0 and 0 <= number < self.events else None
+        return self.sparsity * ((number + 1) / self.events) if rest == 0 and 0 <= number < self.events else None
+
+
+def _check(sparsity: float, start: int, every: int) -> None:
+    if not 0 <= sparsity < 1:
+        raise PruningError(f"a schedule's sparsity is a fraction in [0, 1), got {sparsity}")
+    if start < 0:
+        raise PruningError(f"a schedule starts at step 0 or later, got {start}")
+    if every < 1:
+        raise PruningError(f"a schedule needs every >= 1 step, got {every}")

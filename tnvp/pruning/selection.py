@@ -6,6 +6,7 @@ is of the original network, so that asking twice for the same removes nothing th
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ class Limits:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PruningError(f"{name} must be an integer of at least 1, got {value!r}")
 
-    def width(self, wanted: int, alive: int) -> int:
-        """The width nearest above ``wanted`` that the limits allow for a group with ``alive`` neurons."""
-        wanted = max(wanted, self.min_neurons)
-        return min(alive, math.ceil(wanted / self.round_to) * self.round_to)
+    def next_width(self, width: int) -> int | None:
+        """The next narrower width allowed: a multiple of ``round_to``, at least ``min_neurons``; None at the narrowest."""
+        narrower = (width - 1) // self.round_to * self.round_to
+        return narrower if narrower >= self.min_neurons else None
 
 
 def top(score: Tensor, width: int) -> Tensor:
@@ -49,34 +50,58 @@ def top(score: Tensor, width: int) -> Tensor:
 
 
 def keep_by_sparsity(scores: Scores, original: dict[str, int], sparsity: float, limits: Limits) -> Kept:
-    """Keep so that a fraction ``sparsity`` of the original neurons is gone, as far as the limits allow."""
-    if limits.scope == "layer":
-        widths = {name: original[name] - math.floor(sparsity * original[name] + 0.5) for name in scores}
-    else:
+    """Keep so that a fraction ``sparsity`` of the original neurons is gone, or as much less as the limits ask for."""
+    if limits.scope == "global":
         total = sum(original.values())
-        widths = _global_widths(scores, total - math.floor(sparsity * total + 0.5), limits)
-    return {name: top(score, limits.width(widths[name], len(score))) for name, score in scores.items()}
-
-
-def _global_widths(scores: Scores, budget: int, limits: Limits) -> dict[str, int]:
-    """Widths when the ``budget`` strongest neurons survive, the ``min_neurons`` strongest of each group before all."""
-    ranked, owner = [], []
-    for number, score in enumerate(scores.values()):
-        ranked.append(torch.sort(score.detach().cpu().double(), descending=True, stable=True).values)
-        ranked[-1][: limits.min_neurons] = math.inf
-        owner.append(torch.full((len(score),), number))
-    order = torch.sort(torch.cat(ranked), descending=True, stable=True).indices[: max(budget, 0)]
-    counts = torch.bincount(torch.cat(owner)[order], minlength=len(scores)).tolist()
-    return dict(zip(scores, counts, strict=True))
+        return _keep(scores, total - _rounded(sparsity * total), limits)
+    return {
+        name: _keep({name: score}, original[name] - _rounded(sparsity * original[name]), limits)[name]
+        for name, score in scores.items()
+    }
 
 
 def keep_by_threshold(scores: Scores, threshold: float, limits: Limits) -> Kept:
     """Keep the neurons whose score reaches ``threshold`` times their layer's mean score (the demo's rule, on stds)."""
     kept = {}
     for name, score in scores.items():
-        strong = int((score >= threshold * score.mean()).sum())
-        kept[name] = top(score, limits.width(strong, len(score)))
+        bar = threshold * float(score.double().mean()) * (1 - 1e-9)  # equal scores are not under their own mean
+        kept[name] = _keep({name: score}, int((score >= bar).sum()), limits)[name]
     return kept
+
+
+def _rounded(count: float) -> int:
+    return math.floor(count + 0.5)
+
+
+def _keep(scores: Scores, budget: int, limits: Limits) -> Kept:
+    """Keep at least ``budget`` neurons in all groups together, removing the weakest blocks that still fit.
+
+    A block is what takes a group to its next allowed width: one neuron, or with ``round_to`` several, which compete by
+    their mean score. Only blocks that leave the budget whole go, so that a second call finds none, whatever the scores.
+    """
+    ranked = {
+        name: torch.sort(score.detach().cpu().double(), stable=True).values.tolist() for name, score in scores.items()
+    }
+    widths = {name: len(score) for name, score in scores.items()}
+    spare = sum(widths.values()) - budget
+    blocks: list[tuple[float, int, str, int]] = []  # ties: the later group gives first, as the later neuron does
+
+    def offer(order: int, name: str) -> None:
+        narrower = limits.next_width(widths[name])
+        if narrower is not None:
+            gone = len(ranked[name]) - widths[name]
+            size = widths[name] - narrower
+            heapq.heappush(blocks, (sum(ranked[name][gone : gone + size]) / size, order, name, size))
+
+    for order, name in enumerate(scores):
+        offer(-order, name)
+    while blocks and spare > 0:
+        _, order, name, size = heapq.heappop(blocks)
+        if size <= spare:
+            widths[name] -= size
+            spare -= size
+            offer(order, name)
+    return {name: top(score, widths[name]) for name, score in scores.items()}
 
 
 def keep_by_reduction(

@@ -81,8 +81,12 @@ def _change(name, module, tensor, old, source, dims) -> ParameterChange:
         return ParameterChange(name, tensor, old, new, dims)
     model_of = old if old is not None else module.weight
     parameter = nn.Parameter(new, requires_grad=model_of.requires_grad)
-    if old is not None and old.grad is not None:
-        parameter.grad = cut_tensor(old.grad, dims)
+    if old is not None:
+        if old.grad is not None:
+            parameter.grad = cut_tensor(old.grad, dims)
+        parameter.__dict__.update(old.__dict__)  # the user's marks, such as weight.no_decay
+        parameter._backward_hooks = old._backward_hooks
+        parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     return ParameterChange(name, tensor, old, parameter, dims, beside=module.weight if old is None else None)
 
 
@@ -91,15 +95,16 @@ def cut_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
     new = tensor.detach()
     for dim, index in kept.items():
         new = new.index_select(dim, index.to(new.device))
-    channels_last = new.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-    return new.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format).clone()
+    new = new.clone(memory_format=torch.contiguous_format)
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+        new = new.contiguous(memory_format=layout)
+    return new
 
 
-def execute(model: nn.Module, changes: Iterable[ParameterChange]) -> None:
+def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) -> None:
     """Put the planned tensors in place; names, hooks, device, dtype and training mode stay."""
-    touched = {}
     for change in changes:
-        module = touched.setdefault(change.layer, model.get_submodule(change.layer))
-        setattr(module, change.tensor, change.new)
-    for module in touched.values():
-        synchronise_sizes(module)
+        setattr(model.get_submodule(change.layer), change.tensor, change.new)
+    for (layer, _), kept in cuts.items():
+        synchronise_sizes(model.get_submodule(layer), len(kept))

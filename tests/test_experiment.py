@@ -1,0 +1,205 @@
+"""One run, top to bottom, on the embedded digits: what it leaves on disk, and that it does what its config says."""
+
+import io
+import math
+
+import hydra
+import pytest
+import torch
+from rich.console import Console
+
+import run
+import tnvp
+from tnvp import config, data, experiment
+from tnvp.progress import ProgressBar
+from tnvp.pruning.errors import PruningError
+from tnvp.results import SUMMARY, RunDirectory, table
+from tnvp.training import Fit, TrainingError
+
+SMALL = ["epochs=3", "model.widths=[32,16]", "optimizer.lr=0.1", "tracking=none", "progress=false"]
+KINDS = {
+    "none": ["pruning=none"],
+    "one_shot": ["pruning=one_shot", "pruning.finetune_epochs=2"],
+    "gradual": ["pruning=gradual", "pruning.start_step=5", "pruning.end_step=25", "pruning.every=5"],
+    "threshold": ["pruning=threshold", "pruning.every=10", "pruning.threshold=0.8"],
+}
+
+
+def compose(*overrides: str) -> config.Config:
+    config.register()
+    with hydra.initialize_config_dir(str(run.CONF), version_base=run.VERSION):
+        return config.resolve(hydra.compose("config", list(overrides)))
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Runs the experiment with small settings; returns (config, summary, run directory)."""
+
+    def start(*overrides: str):
+        made = compose(*SMALL, f"runs={tmp_path}", *overrides)
+        summary = experiment.run(made)
+        return made, summary, RunDirectory.open(experiment.run_path(made))
+
+    return start
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_leaves_what_the_contract_says(kind, started):
+    made, summary, directory = started(*KINDS[kind])
+    assert list(summary) == list(SUMMARY) and directory.summary == summary
+    assert directory.config == config.to_dict(made)
+    assert directory.environment["config_hash"] == config.config_hash(made) == summary["config_hash"]
+    metrics, events, traces = directory.metrics(), directory.events(), directory.traces()
+    assert metrics["step"].is_monotonic_increasing
+    per_epoch = metrics[metrics["validation/accuracy"].notna()]
+    assert len(per_epoch) == {"one_shot": 5}.get(kind, 3)
+    assert set(traces["group"]) == {"fc1", "fc2"} and (traces["variance"] >= 0).all()
+    assert len(events) == {"none": 0, "one_shot": 1, "gradual": 4, "threshold": 3}[kind]
+    model = tnvp.load(directory.model_path)
+    assert [model.fc1.out_features, model.fc2.out_features] == per_epoch.iloc[-1][["widths/fc1", "widths/fc2"]].tolist()
+    assert table(directory.path.parent)["run"].tolist() == [directory.path.name]
+
+
+def test_one_shot_removes_what_was_asked_and_says_so(started):
+    _, summary, directory = started("pruning.sparsity=0.5")
+    (event,) = directory.events()
+    assert [(g["width_before"], g["width_after"]) for g in event["groups"]] == [(32, 16), (16, 8)]
+    assert summary["neuron_sparsity"] == event["neuron_sparsity"] == 0.5
+    for group in event["groups"]:
+        assert sorted(group["removed"] + group["kept"]) == list(range(group["width_before"]))
+        assert max(group["removed_scores"]) == group["threshold"]
+    model = tnvp.load(directory.model_path)
+    assert summary["parameters"] == event["parameters"] == sum(p.numel() for p in model.parameters())
+    assert summary["flops"] == 2 * (64 * 16 + 16 * 8 + 8 * 10)
+
+
+def test_gradual_follows_its_schedule(started):
+    _, _, directory = started(*KINDS["gradual"], "pruning.sparsity=0.5")
+    requested = [event["requested"]["sparsity"] for event in directory.events()]
+    assert requested == pytest.approx([0.5 * (1 - (1 - t / 20) ** 3) for t in (5, 10, 15, 20)])
+    achieved = [event["neuron_sparsity"] for event in directory.events()]
+    assert achieved == pytest.approx(requested, abs=1 / 48)
+
+
+def test_neurons_keep_the_ids_they_were_born_with(started):
+    _, _, directory = started(*KINDS["gradual"])
+    alive = {"fc1": set(range(32)), "fc2": set(range(16))}
+    for event in directory.events():
+        for group in event["groups"]:
+            assert set(group["removed"]) | set(group["kept"]) == alive[group["name"]]
+            alive[group["name"]] -= set(group["removed"])
+    traces = directory.traces()
+    last = traces[traces["step"] == traces["step"].max()]
+    assert {name: set(rows["neuron"]) for name, rows in last.groupby("group")} == alive
+
+
+def test_the_test_set_is_read_for_three_numbers_alone(started, monkeypatch):
+    read = []
+    real = data.batches
+    monkeypatch.setattr(
+        data,
+        "batches",
+        lambda images, split, *a, **k: read.append(split is images.test) or real(images, split, *a, **k),
+    )
+    started(*KINDS["threshold"])
+    assert sum(read) == 3 and read[-3:] == [True] * 3
+
+
+def test_the_final_model_is_the_best_epoch_by_validation(started):
+    _, _, directory = started("pruning=none", "epochs=4")
+    images = data.load("digits")
+    model = tnvp.load(directory.model_path)
+    accuracy = experiment.evaluate(model, data.batches(images, images.validation, 256))["accuracy"]
+    assert accuracy == pytest.approx(directory.metrics()["validation/accuracy"].max())
+
+
+def test_the_same_config_gives_the_same_run(started, tmp_path):
+    _, first, _ = started()
+    _, second, _ = started(f"runs={tmp_path}/again")
+    varying = {"seconds"}
+    assert {k: v for k, v in first.items() if k not in varying} == {k: v for k, v in second.items() if k not in varying}
+
+
+def test_a_complete_run_is_not_repeated_and_force_sets_it_aside(started, capsys):
+    _, first, directory = started()
+    before = directory.summary_path.stat().st_mtime_ns
+    _, again, _ = started()
+    assert again == first and directory.summary_path.stat().st_mtime_ns == before
+    assert "complete already" in capsys.readouterr().out
+    started("force=true")
+    assert sorted(path.name for path in directory.path.parent.iterdir()) == [
+        directory.path.name,
+        f"{directory.path.name}.old-1",
+    ]
+
+
+def test_a_run_that_broke_off_is_set_aside_and_done_again(started, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(experiment.checkpoint, "save", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            started()
+    _, _, directory = started()
+    assert directory.is_complete
+    assert directory.path.with_name(f"{directory.path.name}.old-1").is_dir()
+
+
+def test_bad_input_leaves_no_run_directory(started, tmp_path):
+    with pytest.raises(PruningError, match="head"):
+        started("pruning.ignore=[head]")
+    with pytest.raises(experiment.models.ModelError, match="16×16"):
+        experiment.run(compose("tracking=none", "model=tutorial_cnn", f"runs={tmp_path}"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_explodes_stops_the_run_with_its_step(started, tmp_path):
+    with pytest.raises((TrainingError, PruningError), match=r"step \d+|NaN or Inf"):
+        started("optimizer.lr=1e12")
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize("option", ["precision=bfloat16", "optimizer=adamw", "optimizer=adam", "model.batch_norm=true",
+                                    "optimizer.schedule=cosine", "optimizer.schedule=constant", "pruning.scope=global"])  # fmt: skip
+def test_options_run(option, started):
+    _, summary, _ = started(option)
+    assert summary["neuron_sparsity"] == 0.5 and summary["test_accuracy"] > 15
+
+
+@pytest.mark.slow
+def test_a_compiled_run_prunes_and_trains_on_like_an_eager_one(started):
+    _, eager, _ = started()
+    _, compiled, directory = started("compile=true")
+    assert compiled["parameters"] == eager["parameters"]
+    assert compiled["test_accuracy"] == pytest.approx(eager["test_accuracy"], abs=5)
+    counts = directory.traces().groupby("step")["count"].first()
+    assert counts.iloc[0] == 10 * 128  # every image of the window's ten steps was recorded
+
+
+def test_the_progress_bar_tells_loss_accuracy_and_widths():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140)
+    bar = ProgressBar(lambda: {"fc1": 32, "fc2": 16}, console)
+    fit = Fit(torch.nn.Linear(2, 2), None, "dense", epochs=1, steps_per_epoch=2)
+    bar.on_start(fit)
+    for step in (1, 2):
+        fit.step, fit.epoch = step, step / 2
+        fit.add(torch.tensor(0.5), torch.eye(2), torch.tensor([0, 1]))
+        bar.on_step(fit)
+    bar.on_end(fit)
+    for part in ("dense", "loss 0.500", "accuracy 100.0 %", "widths 32–16", "epoch 1.0/1", "left"):
+        assert part in out.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_it_is_quiet():
+    out = io.StringIO()
+    bar = ProgressBar(lambda: {}, Console(file=out))
+    fit = Fit(torch.nn.Linear(2, 2), None, "dense", epochs=1, steps_per_epoch=1, step=1)
+    bar.on_start(fit)
+    bar.on_step(fit)
+    bar.on_end(fit)
+    assert out.getvalue().strip() == ""
+
+
+def test_summary_numbers_are_finite_or_absent(started):
+    _, summary, _ = started("pruning=none")
+    assert summary["test_accuracy_pruned"] is None and summary["criterion"] is None
+    assert all(math.isfinite(v) for v in summary.values() if isinstance(v, float))

@@ -1,0 +1,103 @@
+"""Proof before use: every group is cut in a copy of the network, which must run and equal the masked original.
+
+The walk over the graph reasons about what it understands; the trial holds for everything else: code that depends on a
+width, a reader that a hand-made group forgot, a layer that reads in training only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .channels import NeuronGroup, evaluating
+from .compensation import replacing
+from .surgery import cuts_for, execute, plan
+
+DIFFERS = "the network computes something else without it: its code may depend on the width"
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest output; other types count as float32
+
+
+def failing(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> list[tuple[NeuronGroup, str]]:
+    """The groups that can't be cut, each with what happened when half its neurons went in a copy of the network."""
+    groups = [group for group in groups if group.size > 1]
+    if not groups or not (trouble := _trouble(model, groups, inputs)):
+        return []
+    if len(groups) == 1:
+        return [(groups[0], trouble)]
+    middle = len(groups) // 2
+    found = failing(model, groups[:middle], inputs) + failing(model, groups[middle:], inputs)
+    return found or [(group, f"fails together with other groups: {trouble}") for group in groups]
+
+
+def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> str:
+    """What goes wrong when every second neuron of all ``groups`` is cut; "" if nothing does."""
+    cuts = cuts_for(groups, {group.name: torch.arange(0, group.size, 2) for group in groups})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        full, inputs = _in_double(model, inputs)
+        pruned = copy.deepcopy(full)
+        try:
+            execute(pruned, plan(pruned, cuts, {}), cuts)
+            with evaluating(pruned):
+                found = pruned(*inputs)
+        except Exception as error:
+            return f"the network fails without it: {_first_line(error)}"
+        with evaluating(full), replacing(full, _zeros(full, cuts)):
+            expected = full(*inputs)
+        if not _equal(found, expected):
+            return DIFFERS
+        if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
+            return "the network fails without it in training mode"
+    return ""
+
+
+def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
+    """A copy of the network in float64 where it runs so, and its inputs."""
+    try:
+        double = copy.deepcopy(model).double()
+        wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+        with evaluating(double):
+            double(*wide)
+    except (RuntimeError, TypeError):
+        return copy.deepcopy(model), inputs
+    return double, wide
+
+
+def _zeros(model: nn.Module, cuts: dict) -> dict[str, tuple[Tensor, Tensor]]:
+    replaced = {}
+    for (layer, side), kept in cuts.items():
+        if side == "in":
+            gone = torch.ones(model.get_submodule(layer).weight.shape[1], dtype=torch.bool)
+            gone[kept] = False
+            replaced[layer] = (gone.nonzero().flatten(), torch.zeros(int(gone.sum())))
+    return replaced
+
+
+def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
+    try:
+        copy.deepcopy(model).train()(*inputs)
+    except Exception:
+        return False
+    return True
+
+
+def _equal(found, expected) -> bool:
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor) or found.shape != expected.shape:
+            return False
+        if not expected.is_floating_point():
+            return torch.equal(found, expected)
+        scale = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
+        tolerance = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
+    if isinstance(expected, tuple | list):
+        return len(found) == len(expected) and all(map(_equal, found, expected))
+    return bool(found == expected)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
