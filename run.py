@@ -81,7 +81,7 @@ def job(cfg: DictConfig) -> float | None:
 def missing() -> int:
     """Names the points of a sweep that left no complete run; 1 if a run is missing that no message explained."""
     from tnvp.experiment import run_path
-    from tnvp.results import RunDirectory
+    from tnvp.run_directory import RunDirectory
 
     names = [overrides for overrides, config in CONFIGS.items() if not RunDirectory(run_path(config)).is_complete]
     if names and len(CONFIGS) > 1:

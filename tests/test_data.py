@@ -26,9 +26,7 @@ from tnvp.data import Data, DataError, Split, batch_sizes, batches, load
 
 ROOT = os.environ.get("TNVP_DATA_ROOT")
 USER_CACHE = os.environ.get("XDG_CACHE_HOME", "")
-real_data = pytest.mark.skipif(
-    not ROOT, reason="TNVP_DATA_ROOT isn't set to a folder with MNIST/raw and cifar10-jpeg"
-)
+real_data = pytest.mark.skipif(not ROOT, reason="TNVP_DATA_ROOT isn't set to a folder with MNIST/raw and cifar10-jpeg")
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -465,9 +463,7 @@ def colours(*splits: Split) -> list[tuple[int, ...]]:
     """(label, red, green, blue) of every image, sorted; each has one colour."""
     images, labels = torch.cat([s.images for s in splits]), torch.cat([s.labels for s in splits])
     assert torch.equal(images.amin((2, 3)), images.amax((2, 3)))
-    return sorted(
-        (label, *pixel) for label, pixel in zip(labels.tolist(), images[:, :, 0, 0].tolist(), strict=True)
-    )
+    return sorted((label, *pixel) for label, pixel in zip(labels.tolist(), images[:, :, 0, 0].tolist(), strict=True))
 
 
 def test_an_image_folder_is_read_whole_and_left_alone(tmp_path):

@@ -55,7 +55,8 @@ def test_one_line_a_criterion_in_its_own_colour_marker_and_dash(table):
 
 def test_styles_are_those_of_the_design_and_tell_criteria_apart():
     assert " ".join(figures.CRITERIA) == (
-        "variance variance_preactivation variance_out obs l1 l2 bn_scale taylor apoz random")
+        "variance variance_preactivation variance_out obs l1 l2 bn_scale taylor apoz random"
+    )
     for part in zip(*figures.CRITERIA.values(), strict=True):  # colours, markers, dashes
         assert len(set(part)) == len(figures.CRITERIA)
 
@@ -85,8 +86,16 @@ def test_single_runs_are_dots_and_the_trunk_is_the_reference(table):
 
 def test_the_figure_says_n_spread_data_and_command(table):
     said = text(figures.accuracy_vs_sparsity(table, source="some/runs"))
-    for words in ("mnist, mlp, one_shot, compensation mean", "n = 3 a point", "95 % t-interval", "12 runs",
-                  "mnist test data", "commit 0123456", "some CPU", "python -m tnvp.figures some/runs"):
+    for words in (
+        "mnist, mlp, one_shot, compensation mean",
+        "n = 3 a point",
+        "95 % t-interval",
+        "12 runs",
+        "mnist test data",
+        "commit 0123456",
+        "some CPU",
+        "python -m tnvp.figures some/runs",
+    ):
         assert words in said
 
 
@@ -247,9 +256,13 @@ def test_draw_makes_each_figure_once(root, tmp_path, monkeypatch):
 
     monkeypatch.setattr(figures, "save", keep)
     figures.draw(root, tmp_path)
-    names = ["accuracy-mnist-mlp-one_shot-compensation-mean", "trace-mnist-mlp-one_shot-variance",
-             "widths-mnist-mlp-one_shot-variance", "curves-mnist-mlp-one_shot-variance",
-             "trace-mnist-mlp-one_shot-random"]
+    names = [
+        "accuracy-mnist-mlp-one_shot-compensation-mean",
+        "trace-mnist-mlp-one_shot-variance",
+        "widths-mnist-mlp-one_shot-variance",
+        "curves-mnist-mlp-one_shot-variance",
+        "trace-mnist-mlp-one_shot-random",
+    ]
     assert list(titles) == names
     for name in names[1:]:  # which run it is, and that it is one
         assert "0.3 requested, seed 0" in titles[name] and "0.3-0: n = 1, no spread" in titles[name]

@@ -12,14 +12,15 @@ import tnvp
 PACKAGE = Path(tnvp.__file__).parent
 ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
     {"pruning"},
-    {"image_folder", "models", "results", "tracking", "training"},
-    {"schema", "data", "checkpoint", "figures"},
-    {"config", "progress", "events", "journal"},
+    {"image_folder", "models", "run_directory", "tracking", "training"},
+    {"schema", "data", "checkpoint", "results"},
+    {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
-    "figures": {"results"},
-    "results": set(),
+    "figures": {"results", "run_directory"},
+    "results": {"run_directory"},
+    "run_directory": set(),
     "tracking": set(),
     "models": set(),
     "training": set(),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from tnvp import results
+from tnvp import results, run_directory
 from tnvp.results import ResultsError, RunDirectory
 
 STEPS, EVENT, WIDTHS = 2000, 1000, {"fc1": 48, "fc2": 24}
@@ -24,12 +24,24 @@ STEPS, EVENT, WIDTHS = 2000, 1000, {"fc1": 48, "fc2": 24}
 def config(criterion="variance", sparsity=0.5, seed=0, **changes) -> dict:
     """A resolved config; `changes` are dotted names, dots written as two underscores."""
     whole = {
-        "study": "default", "name": None, "seed": seed, "device": "auto", "batch_size": 128, "runs": "runs",
+        "study": "default",
+        "name": None,
+        "seed": seed,
+        "device": "auto",
+        "batch_size": 128,
+        "runs": "runs",
         "dataset": {"name": "mnist", "root": "data", "mean": None},
         "model": {"name": "mlp", "widths": [48, 24], "batch_norm": True},
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
-        "pruning": {"name": "one_shot", "criterion": criterion, "compensation": "mean", "sparsity": sparsity,
-                    "dense_epochs": 5, "finetune_epochs": 5, "trace_every": 100},
+        "pruning": {
+            "name": "one_shot",
+            "criterion": criterion,
+            "compensation": "mean",
+            "sparsity": sparsity,
+            "dense_epochs": 5,
+            "finetune_epochs": 5,
+            "trace_every": 100,
+        },
         "tracking": {"name": "wandb", "mode": "offline"},
     }
     for name, value in changes.items():
@@ -46,14 +58,25 @@ def summary(whole: dict, **changes) -> dict:
     loss = {"random": 60, "l1": 40, "l2": 35}.get(name, 12 + sum((name or "").encode()) % 20) * sparsity**3
     dense = 97.8 + 0.1 * np.random.default_rng(seed).normal()
     return {
-        "test_accuracy_dense": dense, "test_accuracy_pruned": dense - loss + noise[0] * (0.1 + loss / 15),
-        "test_accuracy": dense - 0.06 * loss + 0.12 * noise[1], "neuron_sparsity": round(72 * sparsity) / 72,
-        "parameter_sparsity": sparsity, "flops_reduction": sparsity,
-        "parameters": int(40000 * (1 - sparsity)), "flops": int(80000 * (1 - sparsity)),
-        "bytes": 160000, "seconds": 31.5, "criterion": name,
-        "compensation": pruning.get("compensation"), "seed": seed, "study": whole["study"],
-        "config_hash": f"c{seed}{name}{sparsity}", "trunk_hash": f"t{seed}", "commit": "0123456789abcdef",
-        "hardware": "some CPU", **changes,
+        "test_accuracy_dense": dense,
+        "test_accuracy_pruned": dense - loss + noise[0] * (0.1 + loss / 15),
+        "test_accuracy": dense - 0.06 * loss + 0.12 * noise[1],
+        "neuron_sparsity": round(72 * sparsity) / 72,
+        "parameter_sparsity": sparsity,
+        "flops_reduction": sparsity,
+        "parameters": int(40000 * (1 - sparsity)),
+        "flops": int(80000 * (1 - sparsity)),
+        "bytes": 160000,
+        "seconds": 31.5,
+        "criterion": name,
+        "compensation": pruning.get("compensation"),
+        "seed": seed,
+        "study": whole["study"],
+        "config_hash": f"c{seed}{name}{sparsity}",
+        "trunk_hash": f"t{seed}",
+        "commit": "0123456789abcdef",
+        "hardware": "some CPU",
+        **changes,
     }
 
 
@@ -63,25 +86,52 @@ def prune_event(whole: dict) -> dict:
     for name, width in WIDTHS.items():
         removed = sorted(order(width)[: round(width * whole["pruning"]["sparsity"])].tolist())
         kept = sorted(set(range(width)) - set(removed))
-        groups.append({"name": name, "removed": removed, "kept": kept, "threshold": 0.1,
-                       "width_before": width, "width_after": len(kept)})
+        groups.append(
+            {
+                "name": name,
+                "removed": removed,
+                "kept": kept,
+                "threshold": 0.1,
+                "width_before": width,
+                "width_after": len(kept),
+            }
+        )
     pruning = whole["pruning"]
-    return {"step": EVENT, "epoch": 5.0, "criterion": pruning["criterion"], "compensation": "mean",
-            "requested": {"sparsity": pruning["sparsity"]}, "neuron_sparsity": pruning["sparsity"],
-            "accuracy_before": 97.0, "accuracy_after": math.nan, "groups": groups}
+    return {
+        "step": EVENT,
+        "epoch": 5.0,
+        "criterion": pruning["criterion"],
+        "compensation": "mean",
+        "requested": {"sparsity": pruning["sparsity"]},
+        "neuron_sparsity": pruning["sparsity"],
+        "accuracy_before": 97.0,
+        "accuracy_after": math.nan,
+        "groups": groups,
+    }
 
 
 def traces(event: dict) -> pd.DataFrame:
     rng, frames = np.random.default_rng(0), []
     for group in event["groups"]:
         neurons = np.arange(group["width_before"])
-        level = 10 ** np.where(np.isin(neurons, group["removed"]), rng.normal(-2.5, 0.4, len(neurons)),
-                               rng.normal(-0.5, 0.5, len(neurons)))
+        level = 10 ** np.where(
+            np.isin(neurons, group["removed"]), rng.normal(-2.5, 0.4, len(neurons)), rng.normal(-0.5, 0.5, len(neurons))
+        )
         for step in range(100, STEPS + 1, 100):
             alive = neurons if step <= EVENT else np.array(group["kept"])
             variance = level[alive] * (1 - np.exp(-step / 400)) * 10 ** rng.normal(0, 0.05, len(alive))
-            frames.append(pd.DataFrame({"step": step, "group": group["name"], "neuron": alive, "mean": 0.1,
-                                        "variance": variance, "count": step * 128}))
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "step": step,
+                        "group": group["name"],
+                        "neuron": alive,
+                        "mean": 0.1,
+                        "variance": variance,
+                        "count": step * 128,
+                    }
+                )
+            )
     return pd.concat(frames, ignore_index=True)
 
 
@@ -94,9 +144,14 @@ def write_run(path: Path, whole: dict, streams: bool = True, finish: bool = True
     for step in range(20, STEPS + 1, 20) if streams else ():
         pruned = event is not None and step > EVENT
         fall = math.exp(-step / 300) + (0.4 * math.exp(-(step - EVENT) / 100) if pruned else 0)
-        record = {"step": step, "epoch": step / 200, "phase": "dense" if step <= EVENT else "finetune",
-                  "train/loss": 0.05 + 2.2 * fall + 0.02 * (step % 7),
-                  "train/accuracy": 99 - 85 * fall - step % 3, "learning_rate": 0.1}
+        record = {
+            "step": step,
+            "epoch": step / 200,
+            "phase": "dense" if step <= EVENT else "finetune",
+            "train/loss": 0.05 + 2.2 * fall + 0.02 * (step % 7),
+            "train/accuracy": 99 - 85 * fall - step % 3,
+            "learning_rate": 0.1,
+        }
         if step % 200 == 0:
             widths = {g["name"]: g["width_after"] for g in event["groups"]} if pruned else WIDTHS
             record |= {f"widths/{name}": width for name, width in widths.items()}
@@ -146,7 +201,11 @@ def test_every_file_is_strict_json_and_nothing_is_left_beside(run):
         for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
             json.loads(text, parse_constant=no_constant)
     assert json.loads(run.metrics_path.read_text().splitlines()[-1]) == {
-        "step": 3, "a": None, "b": [1.0, None], "path": "x"}
+        "step": 3,
+        "a": None,
+        "b": [1.0, None],
+        "path": "x",
+    }
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
 
 
@@ -182,7 +241,7 @@ def test_a_failed_write_leaves_the_old_file(run):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        results.write_atomically(run.summary_path, fail)
+        run_directory.write_atomically(run.summary_path, fail)
     assert run.summary_path.read_bytes() == before and len(list(run.path.glob(".*"))) == 0
 
 
@@ -255,18 +314,23 @@ def test_the_table_of_a_mixed_tree(tmp_path):
         table = results.table(tmp_path)
     assert list(table["run"]) == ["a/tnvp", "b/l1-0.5-1"]
     names = list(table)
-    assert names[:19] == ["run", *results.SUMMARY] and names[19:] == sorted(names[19:])
+    assert names[:19] == ["run", *run_directory.SUMMARY] and names[19:] == sorted(names[19:])
     assert list(table["config.model.widths"]) == ["[8]", "[48, 24]"]
     assert list(table["config.optimizer.lr"]) == [1, 0.1]
-    dtypes = {"run": "string", "config.optimizer.lr": "float64", "config.seed": "Int64",
-              "config.model.batch_norm": "boolean", "config.name": "string"}
+    dtypes = {
+        "run": "string",
+        "config.optimizer.lr": "float64",
+        "config.seed": "Int64",
+        "config.model.batch_norm": "boolean",
+        "config.name": "string",
+    }
     assert {name: str(table[name].dtype) for name in dtypes} == dtypes
 
 
 def test_summary_dtypes_hold_without_values(tmp_path):
     write_run(tmp_path / "run", config(), streams=False, test_accuracy=math.nan, flops=None, hardware=None)
     table = results.table(tmp_path)
-    assert {name: str(table[name].dtype) for name in results.SUMMARY} == results.SUMMARY
+    assert {name: str(table[name].dtype) for name in run_directory.SUMMARY} == run_directory.SUMMARY
     assert table[["test_accuracy", "flops", "hardware"]].isna().all(axis=None)
     assert results.table(tmp_path / "run")["run"].item() == "."
 
@@ -297,8 +361,13 @@ def test_interval_counts_seeds_not_rows_and_skips_gaps():
 
 
 def test_seeds_are_never_averaged_across_settings(tmp_path):
-    different = [{}, {"optimizer__lr": 0.01}, {"model__widths": [9]}, {"study": "other"},
-                 {"pruning__compensation": "none"}]
+    different = [
+        {},
+        {"optimizer__lr": 0.01},
+        {"model__widths": [9]},
+        {"study": "other"},
+        {"pruning__compensation": "none"},
+    ]
     for seed in range(2):
         for place, changes in enumerate(different):
             whole = config(seed=seed, device=f"cuda:{seed}", **changes)
@@ -336,7 +405,7 @@ def test_the_command_prints_means_and_writes_the_table(tmp_path, capsys):
 
 
 def test_environment_names_what_made_the_run():
-    here = results.environment("cpu", 3, "abc", "def")
+    here = run_directory.environment("cpu", 3, "abc", "def")
     assert {"commit", "dirty", "device", "hardware", "seed", "config_hash", "trunk_hash"} <= set(here)
     assert set(here["versions"]) == {"python", "torch", "torchvision", "numpy", "hydra", "wandb", "tnvp"}
     assert here["versions"]["numpy"] == np.__version__ and here["hardware"] and here["cores"] >= 1
@@ -344,15 +413,15 @@ def test_environment_names_what_made_the_run():
 
 def test_environment_without_git_is_null(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    here = results.environment("cpu", 0, "", "")
+    here = run_directory.environment("cpu", 0, "", "")
     assert here["commit"] is None and here["dirty"] is None
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_commit_and_dirty_flag_follow_the_repository(tmp_path):
     """In a repository of its own: null while untracked, then the commit, clean and dirty."""
-    module = tmp_path / "results.py"
-    module.write_text(Path(results.__file__).read_text())
+    module = tmp_path / "run_directory.py"
+    module.write_text(Path(run_directory.__file__).read_text())
     spec = importlib.util.spec_from_file_location("elsewhere", module)
     elsewhere = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(elsewhere)
@@ -366,7 +435,7 @@ def test_commit_and_dirty_flag_follow_the_repository(tmp_path):
 
     git("init")
     assert ask() == (None, None)
-    git("add", "results.py")
+    git("add", "run_directory.py")
     git("-c", "user.name=n", "-c", "user.email=e@example.org", "commit", "-m", "m")
     commit, dirty = ask()
     assert len(commit) == 40 and dirty is False

@@ -35,8 +35,7 @@ CONFIG = {
     "pruning": {"sparsity": 0.5},
 }
 RECORDS = [
-    {"step": 50 * i, "epoch": i / 2, "phase": "dense", "train/loss": 1 / i, "learning_rate": 0.1}
-    for i in range(1, 9)
+    {"step": 50 * i, "epoch": i / 2, "phase": "dense", "train/loss": 1 / i, "learning_rate": 0.1} for i in range(1, 9)
 ]
 RECORDS[-1] |= {"validation/accuracy": 91.5, "widths/fc1": 300, "validation/loss": None}
 EVENTS = [
@@ -74,9 +73,7 @@ def isolate(directory, patch):
 
 def begin(mode, directory, name="run"):
     directory.mkdir(parents=True, exist_ok=True)
-    options = dict(
-        project="tnvp", entity=None, group="study", job_type="one_shot", name=name, tags=["a", "b"]
-    )
+    options = dict(project="tnvp", entity=None, group="study", job_type="one_shot", name=name, tags=["a", "b"])
     return tracking.start(mode, directory=directory, config=CONFIG, **options)
 
 
@@ -235,9 +232,7 @@ def test_two_runs_in_one_process_are_two_runs(tmp_path):
 
 
 # tnvp without its __init__, which imports torch: seconds for every process.
-BARE = (
-    "import sys, types; sys.modules['tnvp'] = package = types.ModuleType('tnvp'); package.__path__ = ['tnvp']"
-)
+BARE = "import sys, types; sys.modules['tnvp'] = package = types.ModuleType('tnvp'); package.__path__ = ['tnvp']"
 
 
 def spawn(function, directory, **environment):
@@ -260,15 +255,11 @@ def two_offline_runs(directory):
     report = {"hosts": []}
 
     def listen(event, values):
-        if event == "socket.getaddrinfo" or (
-            event == "socket.connect" and values[0].family != socket.AF_UNIX
-        ):
+        if event == "socket.getaddrinfo" or (event == "socket.connect" and values[0].family != socket.AF_UNIX):
             report["hosts"].append(repr(values))
 
     sys.addaudithook(listen)
-    atexit.register(
-        lambda: print(json.dumps(report))
-    )  # before W&B's own, so after them: they send things too
+    atexit.register(lambda: print(json.dumps(report)))  # before W&B's own, so after them: they send things too
     report["places"] = [record_run("offline", directory / "first").where]
     began = time.monotonic()
     report["places"].append(record_run("offline", directory / "second").where)
@@ -276,9 +267,7 @@ def two_offline_runs(directory):
 
 
 def test_offline_is_silent_private_without_network_and_quick(tmp_path):
-    secrets = dict(
-        WANDB_API_KEY="0123456789" * 4, AWS_SECRET_ACCESS_KEY="hidden-from-wandb", WANDB_RUN_ID="same"
-    )
+    secrets = dict(WANDB_API_KEY="0123456789" * 4, AWS_SECRET_ACCESS_KEY="hidden-from-wandb", WANDB_RUN_ID="same")
     out, err = outcome(spawn(two_offline_runs, tmp_path, **secrets))
     assert err == "" and out.count("\n") == 1
     report = json.loads(out)
@@ -287,9 +276,7 @@ def test_offline_is_silent_private_without_network_and_quick(tmp_path):
     for path in tmp_path.rglob("*"):
         if path.is_file():
             content = path.read_bytes()
-            assert not any(
-                secrets[name].encode() in content for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
-            )
+            assert not any(secrets[name].encode() in content for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"))
     assert report["seconds"] < 2
 
 
@@ -314,9 +301,7 @@ def test_an_unknown_mode_is_named():
 def test_the_twin_has_the_same_methods_and_does_nothing(tmp_path):
     def methods(kind):
         return {
-            name: inspect.signature(value)
-            for name, value in vars(kind).items()
-            if callable(value) and name[0] != "_"
+            name: inspect.signature(value) for name, value in vars(kind).items() if callable(value) and name[0] != "_"
         }
 
     assert methods(tracking.Tracker) == methods(tracking.WandbTracker)

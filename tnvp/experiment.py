@@ -21,7 +21,7 @@ from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
-from tnvp.results import ResultsError, RunDirectory, environment
+from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.schema import Gradual, Threshold
 from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, device_of, evaluate, make_schedule, train
 

@@ -29,7 +29,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from tnvp import results
-from tnvp.results import ResultsError, RunDirectory
+from tnvp.run_directory import ACCURACIES, ResultsError, RunDirectory, write_atomically
 
 STYLE = {  # every figure is made and saved under these, whatever the caller's own settings are
     "font.family": "DejaVu Sans",
@@ -154,7 +154,7 @@ def _dense(table: pd.DataFrame, pruned: pd.DataFrame) -> tuple[results.Interval,
 
 def _caption(runs: pd.DataFrame, means: pd.DataFrame, dense: str, source: str) -> str:
     counts = means[["test_accuracy_pruned_n", "test_accuracy_n"]].to_numpy()
-    missing = runs[results.ACCURACIES].isna().any(axis=1).sum()
+    missing = runs[ACCURACIES].isna().any(axis=1).sum()
     commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
     hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
     parts = [
@@ -228,7 +228,7 @@ def trace_heatmap(
 ) -> Figure:
     """Neurons against training steps, one panel a group; colour: variance of the neuron's output, log scale.
 
-    traces: columns results.TRACE_COLUMNS; events: the run's prune events. Rows are sorted by the last
+    traces: columns run_directory.TRACE_COLUMNS; events: the run's prune events. Rows are sorted by the last
     variance seen; a removed neuron is grey from its removal on. Raises ResultsError for an empty trace.
     """
     groups = list(dict.fromkeys(traces["group"]))
@@ -386,7 +386,7 @@ def save(figure: Figure, path: str | Path) -> list[Path]:
         figure.set_layout_engine("none")  # laid out now, once for both files
         for kind, metadata in kinds.items():
             write = functools.partial(figure.savefig, format=kind, metadata=metadata)
-            results.write_atomically(path.with_name(f"{path.name}.{kind}"), write)
+            write_atomically(path.with_name(f"{path.name}.{kind}"), write)
         figure.set_layout_engine(layout)
     return [path.with_name(f"{path.name}.{kind}") for kind in kinds]
 

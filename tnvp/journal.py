@@ -6,7 +6,7 @@ import pandas as pd
 
 from tnvp.pruning import Pruner
 from tnvp.pruning.recorder import TraceRow
-from tnvp.results import RunDirectory
+from tnvp.run_directory import RunDirectory
 from tnvp.tracking import Tracker
 from tnvp.training import Callback, Fit, Totals, Validation
 

@@ -1,44 +1,25 @@
-"""Runs on disk: the name of every file a run leaves, and one tidy table of any tree of runs.
+"""One tidy table of any tree of runs: a row a finished run. Figures and published numbers come from it.
 
-A run directory is the truth; figures and W&B are drawn from it. Files are written aside and renamed, or only
-appended to: a killed run leaves no half file and at most one torn last line. `summary.json` comes last, and a
-run that has it is complete. The table has one row a finished run; figures and published numbers come from it.
-
-    python -m tnvp.results runs --csv results.csv
+python -m tnvp.results runs --csv results.csv
 """
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
-import yaml
 from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats for it takes a second
 
-ACCURACIES = ["test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"]
-SUMMARY = {  # summary.json keys -> dtype in the table, in column order
-    **dict.fromkeys([*ACCURACIES, "neuron_sparsity", "parameter_sparsity", "flops_reduction"], "float64"),
-    **dict.fromkeys(["parameters", "flops", "bytes"], "Int64"),
-    "seconds": "float64",
-    "criterion": "string",
-    "compensation": "string",
-    "seed": "Int64",
-    **dict.fromkeys(["study", "config_hash", "trunk_hash", "commit", "hardware"], "string"),
-}
-TRACE_COLUMNS = ["step", "group", "neuron", "mean", "variance", "count"]
-NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
+from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
 
+NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
 BASE = ["config.dataset.name", "config.model.name", "config.pruning.name", "config.pruning.compensation"]
@@ -47,226 +28,6 @@ NOT_SETTINGS = re.compile(
     r"config\.(seed|name|device|compile|threads|runs|force|progress|tracking\..*|dataset\.(root|download)"
     r"|pruning\.(criterion|sparsity|threshold))$"
 )
-
-
-class ResultsError(ValueError):
-    """A run directory or tree that can't be written or read; the message names the file and the way out."""
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Let `write` fill a file beside `path`, then rename it: readers see the old or the new one, not half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(aside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def set_aside(path: str | Path) -> Path:
-    """Rename a run directory to `<name>.old-<n>`, first free n; returns the new path. Nothing is deleted."""
-    path = Path(path)
-    n = 1
-    while path.with_name(f"{path.name}.old-{n}").exists():
-        n += 1
-    return path.rename(path.with_name(f"{path.name}.old-{n}"))
-
-
-class RunDirectory:
-    """One run's folder: writers that never leave half a file, and readers of what they wrote.
-
-    Make one with `create` (a new run, or an unfinished one to go on with) or `open` (one that is there).
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.config_path = self.path / "config.yaml"
-        self.environment_path = self.path / "environment.json"
-        self.metrics_path = self.path / "metrics.jsonl"
-        self.events_path = self.path / "events.jsonl"
-        self.traces_path = self.path / "traces.parquet"
-        self.checkpoint_path = self.path / "checkpoint"
-        self.model_path = self.path / "model.pt"
-        self.figures_path = self.path / "figures"
-        self.summary_path = self.path / "summary.json"
-
-    @classmethod
-    def create(cls, path: str | Path, aside: bool = False) -> "RunDirectory":
-        """The directory for a run about to start. An unfinished one comes back as it is: `cut_back`, go on.
-
-        aside: rename what is there first (see `set_aside`). Otherwise a complete run there is a ResultsError.
-        """
-        run = cls(path)
-        if run.path.exists() and not run.path.is_dir():
-            raise ResultsError(f"{run.path} is a file; a run needs a folder of that name. Move it away.")
-        if aside and run.path.exists() and any(run.path.iterdir()):
-            set_aside(run.path)
-        elif run.is_complete:
-            raise ResultsError(f"{run.path} holds a complete run. Read it, or set it aside: force=true")
-        run.path.mkdir(parents=True, exist_ok=True)
-        return run
-
-    @classmethod
-    def open(cls, path: str | Path) -> "RunDirectory":
-        """The run at `path`, finished or not. Raises ResultsError if there is no such folder."""
-        if not Path(path).is_dir():
-            raise ResultsError(f"no run directory at {path}. Make runs with: python run.py")
-        return cls(path)
-
-    @property
-    def is_complete(self) -> bool:
-        """True once the summary is there: it is written last."""
-        return self.summary_path.is_file()
-
-    def write_config(self, config: dict) -> None:
-        """config.yaml: the resolved config, nested."""
-        text = yaml.safe_dump(_plain(config, "config"), sort_keys=False, allow_unicode=True)
-        write_atomically(self.config_path, lambda file: file.write(text.encode()))
-
-    def write_environment(self, environment: dict) -> None:
-        """environment.json: what `environment` returns."""
-        _write_json(self.environment_path, environment)
-
-    def write_summary(self, summary: dict) -> None:
-        """summary.json: write it last, it declares the run complete. Keys: design.md, section 6."""
-        _write_json(self.summary_path, summary)
-
-    def write_traces(self, traces: pd.DataFrame) -> None:
-        """traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
-        _require(traces, TRACE_COLUMNS, "traces")
-        write_atomically(self.traces_path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False))
-
-    def log(self, record: dict) -> None:
-        """Append one record, with its "step", to metrics.jsonl."""
-        _append(self.metrics_path, record)
-
-    def event(self, record: dict) -> None:
-        """Append one prune event, with its "step", to events.jsonl."""
-        _append(self.events_path, record)
-
-    def cut_back(self, step: int) -> None:
-        """Drop metrics and events after `step` (the checkpoint's): a resumed run writes no record twice."""
-        for path in (self.metrics_path, self.events_path):
-            if path.exists():
-                _rewrite(path, [record for record in _records(path) if record["step"] <= step])
-
-    @property
-    def config(self) -> dict:
-        """The resolved config, nested. Raises ResultsError if it is missing or unreadable."""
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one reads fifty configs in no time
-        return _read(self.config_path, lambda data: yaml.load(data, loader))
-
-    @property
-    def environment(self) -> dict:
-        """environment.json. Raises ResultsError if it is missing or unreadable."""
-        return _read(self.environment_path, json.loads)
-
-    @property
-    def summary(self) -> dict:
-        """summary.json. Raises ResultsError if it is missing (the run is unfinished) or unreadable."""
-        return _read(self.summary_path, json.loads)
-
-    def metrics(self) -> pd.DataFrame:
-        """One row a record of metrics.jsonl, NaN where a record lacks a key; empty before the first."""
-        frame = pd.DataFrame(_records(self.metrics_path))
-        unknown = [name for name in frame if frame[name].isna().all()]  # all null: pandas would say "object"
-        return frame.astype(dict.fromkeys(unknown, "float64"))
-
-    def events(self) -> list[dict]:
-        """The prune events in order; [] if there were none."""
-        return _records(self.events_path)
-
-    def traces(self) -> pd.DataFrame:
-        """The trace, one row per neuron and recording window; empty if the run has none."""
-        if not self.traces_path.exists():
-            return pd.DataFrame(columns=TRACE_COLUMNS)
-        return _read(self.traces_path, lambda _: pd.read_parquet(self.traces_path))
-
-
-def _plain(value: Any, where: str) -> Any:
-    """`value` in JSON's own types: arrays and tensors as lists, NaN and infinity as null."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str | int):  # numpy's and enum's subclasses become the plain type, for yaml
-        return str(value) if isinstance(value, str) else int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
-        return _plain(value.tolist(), where)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise ResultsError(f"{where}: {value!r} is a {type(value).__name__}; runs hold numbers, text, lists")
-
-
-def _write_json(path: Path, value: dict) -> None:
-    text = json.dumps(_plain(value, path.name), indent=2, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
-def _line(record: dict, where: str) -> bytes:
-    if "step" not in record:
-        raise ResultsError(f'{where}: a record needs its "step", got only {sorted(record)}')
-    return json.dumps(_plain(record, where), allow_nan=False).encode() + b"\n"
-
-
-def _append(path: Path, record: dict) -> None:
-    """One line, one write: a kill tears at most this line. A line torn by an earlier kill goes first."""
-    line = _line(record, path.name)
-    with open(path, "a+b", buffering=0) as file:
-        file.seek(max(0, file.tell() - 1))
-        if file.read(1) in (b"", b"\n"):
-            file.write(line)
-            return
-    _rewrite(path, [*_records(path), record])
-
-
-def _rewrite(path: Path, records: list[dict]) -> None:
-    lines = b"".join(_line(record, path.name) for record in records)
-    write_atomically(path, lambda file: file.write(lines))
-
-
-def _records(path: Path) -> list[dict]:
-    """The records of a jsonl file. A torn last line is left out with a warning; one before it is an error."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    records = []
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"an object was expected, not {record!r}")
-            records.append(record)
-        except ValueError as error:  # not JSON, or cut in the middle of a character
-            if number != numbered[-1][0]:
-                raise ResultsError(f"{path}, line {number} is torn ({error}). Mend or remove it.") from error
-            warnings.warn(f"{path}, line {number}, the last, is torn (a killed run); left out", stacklevel=3)
-    return records
-
-
-def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
-    try:
-        value = parse(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ResultsError(f"{path} is missing: this is no run, or an unfinished one") from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
-        raise ResultsError(f"{path} can't be read: {error}. Set the run aside and run it again.") from error
-    if not isinstance(value, dict | pd.DataFrame):
-        raise ResultsError(f"{path} holds {value!r}, not named values. Set the run aside and run it again.")
-    return value
-
-
-def _require(table: pd.DataFrame, columns: list[str], what: str) -> None:
-    missing = [name for name in columns if name not in table]
-    if missing:
-        raise ResultsError(f"the {what} lack the columns {missing}; there are {list(table.columns)}")
 
 
 def table(root: str | Path) -> pd.DataFrame:
@@ -353,7 +114,7 @@ def by_setting(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     Keys say the data set, model, kind of pruning and compensation, and each other config field that tells two
     settings of these apart, such as "mnist, mlp, one_shot, compensation mean, optimizer.lr=0.1".
     """
-    _require(table, ["run", "criterion", "seed", *BASE[:3]], "table's rows")  # no pruning: no compensation
+    require_columns(table, ["run", "criterion", "seed", *BASE[:3]], "table's rows")  # no pruning: no compensation
     settings = {}
     for base, rows in table.groupby([name for name in BASE if name in table], dropna=False):
         words = [*base[:3], *(f"compensation {name}" for name in base[3:] if not pd.isna(name))]
@@ -430,60 +191,6 @@ def _percent(mean: float, half: float) -> str:
     if math.isnan(mean):
         return "-"
     return f"{mean:.2f}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f}"
-
-
-def environment(device: str, seed: int, config_hash: str, trunk_hash: str) -> dict[str, Any]:
-    """What a run needs to be repeated besides its config: commit, versions, hardware, seed, hashes.
-
-    device: resolved ("cpu", "cuda:0"). Commit and dirty flag are those of the repository that tracks this
-    package, None where there is none; so is the version of a package that is not installed.
-    """
-    versions = {name: _version(name) for name in ["torch", "torchvision", "numpy", "wandb", "tnvp"]}
-    versions |= {"python": platform.python_version(), "hydra": _version("hydra-core")}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    # A package installed inside somebody else's repository is not tracked there: its commit says nothing.
-    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
-    return {
-        "commit": _git("rev-parse", "HEAD") if tracked else None,
-        "dirty": bool(changes) if tracked and changes is not None else None,
-        "versions": versions,
-        "device": device,
-        "hardware": _hardware(device),
-        "cores": cores,
-        "seed": seed,
-        "config_hash": config_hash,
-        "trunk_hash": trunk_hash,
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    """What git prints about the package's folder; None where git or a repository is missing."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _hardware(device: str) -> str:
-    """The accelerator's name, or the processor's."""
-    if device.startswith("cuda"):
-        import torch  # only here: tables and figures of any run are read without it
-
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found.group(1)
-    return platform.processor() or platform.machine()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -43,9 +43,7 @@ def conv_pair(middle: Callable, read: int = 6 * 6 * 6) -> Net:
 
 
 def tied(parameter: str = "weight") -> nn.Module:
-    model = nn.Sequential(
-        Linear(7, 8), nn.ReLU(), Linear(8, 8), nn.ReLU(), Linear(8, 8), nn.ReLU(), Linear(8, 3)
-    )
+    model = nn.Sequential(Linear(7, 8), nn.ReLU(), Linear(8, 8), nn.ReLU(), Linear(8, 8), nn.ReLU(), Linear(8, 3))
     setattr(model[4], parameter, getattr(model[2], parameter))
     return model
 
@@ -372,18 +370,14 @@ def mask(twin: nn.Module, report) -> nn.Module:
 def leaves(output) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output]
-    return [
-        leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)
-    ]
+    return [leaf for part in (output.values() if isinstance(output, dict) else output) for leaf in leaves(part)]
 
 
 @pytest.mark.parametrize("name", [*PRUNABLE, *UNPRUNABLE])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_pruned_network_equals_its_masked_self_or_is_refused(name, training):
     model, x = built(PRUNABLE | UNPRUNABLE, name)
-    twin, _ = built(
-        PRUNABLE | UNPRUNABLE, name
-    )  # rather than a copy, which masks of torch.nn.utils.prune forbid
+    twin, _ = built(PRUNABLE | UNPRUNABLE, name)  # rather than a copy, which masks of torch.nn.utils.prune forbid
     try:
         pruner = tnvp.Pruner(model, example_inputs=x, criterion="random", compensation="none")
         report = pruner.prune(sparsity=0.5)
@@ -423,9 +417,7 @@ def test_an_unbatched_image_is_understood_or_refused():
     x = IMAGES[0].double()
     before = copy.deepcopy(model)
     try:
-        report = tnvp.Pruner(model, example_inputs=x, criterion="random", compensation="none").prune(
-            sparsity=0.5
-        )
+        report = tnvp.Pruner(model, example_inputs=x, criterion="random", compensation="none").prune(sparsity=0.5)
     except PruningError:
         return
     twin = copy.deepcopy(before)
@@ -453,9 +445,7 @@ def test_a_layer_that_reads_in_one_mode_only_is_not_forgotten(mode, traced_in_tr
     before = copy.deepcopy(model)
     x = VECTORS.double()
     try:
-        report = tnvp.Pruner(model, example_inputs=x, criterion="random", compensation="none").prune(
-            sparsity=0.5
-        )
+        report = tnvp.Pruner(model, example_inputs=x, criterion="random", compensation="none").prune(sparsity=0.5)
     except PruningError:
         return
     twin = before

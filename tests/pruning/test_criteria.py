@@ -113,9 +113,7 @@ def test_producers_weights_and_consumers_changes_add_up():
     model = Fork().double()
     h = model.stream(X)
     assert_equal(scores(model, X, "l1")["a"], (model.a.weight.abs() + model.b.weight.abs()).sum(1))
-    assert_equal(
-        scores(model, X, "l2")["a"], (model.a.weight.square() + model.b.weight.square()).sum(1).sqrt()
-    )
+    assert_equal(scores(model, X, "l2")["a"], (model.a.weight.square() + model.b.weight.square()).sum(1).sqrt())
     out = h.tanh().var(0) * model.c.weight.square().sum(0) + h.var(0) * model.d.weight.square().sum(0)
     assert_equal(scores(model, X, "variance_out")["a"], out)
 

@@ -225,9 +225,7 @@ def test_ema_equals_the_weighted_sums_written_out(sizes, decay):
     for batch in x.split(sizes):
         moments.update(batch)
     weight = torch.tensor([decay ** (len(sizes) - 1 - i) for i in range(len(sizes))], dtype=torch.float64)
-    per_sample = torch.cat([(w / weight.sum() / n).expand(n) for w, n in zip(weight, sizes, strict=True)])[
-        :, None
-    ]
+    per_sample = torch.cat([(w / weight.sum() / n).expand(n) for w, n in zip(weight, sizes, strict=True)])[:, None]
     mean = (per_sample * x).sum(0)
     population = (per_sample * (x - mean).square()).sum(0)
     assert moments.count == len(x)

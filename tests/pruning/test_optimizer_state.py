@@ -82,9 +82,7 @@ def test_state_shaped_like_its_parameter_is_cut_and_the_rest_stays(name):
                     if before is not None
                     else value is None
                 )
-    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}, (
-        "nothing of the old ones is left"
-    )
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}, "nothing of the old ones is left"
     held = [id(p) for p in optimizer.param_groups[0]["params"]]
     assert held == [id(p) for p in model.parameters()], "each once, in the old order"
     learn(model, optimizer)
@@ -101,9 +99,7 @@ def test_groups_keep_their_order_members_and_options():
     group_objects = list(optimizer.param_groups)
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     prune(model, optimizer)
-    assert all(a is b for a, b in zip(optimizer.param_groups, group_objects, strict=True)), (
-        "schedulers hold these"
-    )
+    assert all(a is b for a, b in zip(optimizer.param_groups, group_objects, strict=True)), "schedulers hold these"
     assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == options
     expected = [[model[4].weight], [model[2].weight, model[0].weight]]
     for group, members in zip(optimizer.param_groups, expected, strict=True):
@@ -154,9 +150,7 @@ def test_names_in_the_optimizer_follow():
 def test_a_created_bias_is_in_its_weights_group_with_the_state_of_a_fresh_parameter(name):
     model = mlp(bias=False)
     make = CUTTABLE[name]
-    optimizer = make(
-        [{"params": [model[0].weight]}, {"params": [model[4].weight, model[2].weight], "lr": 0.007}]
-    )
+    optimizer = make([{"params": [model[0].weight]}, {"params": [model[4].weight, model[2].weight], "lr": 0.007}])
     learn(model, optimizer)
     prune(model, optimizer, compensation="mean")
     assert model[0].bias is None, "it reads the data"
@@ -267,9 +261,7 @@ def test_learning_rate_schedulers_go_on_as_if_nothing_happened(name, compensatio
                 prune(model, optimizer, compensation=compensation)
             before = [p.detach().clone() for p in model.parameters()]
             learn(model, optimizer, scheduler)
-            assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), (
-                "all learn"
-            )
+            assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "all learn"
             rates[-1].append((scheduler.get_last_lr(), optimizer.param_groups[0]["momentum"]))
     assert rates[0] == rates[1]
 

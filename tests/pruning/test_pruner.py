@@ -49,18 +49,11 @@ class Snapshot:
         return [m for thing in self.objects if isinstance(thing, nn.Module) for m in thing.modules()]
 
     def take(self):
-        tensors = [
-            (id(t), t.shape, t.requires_grad, id(t.grad)) for m in self.modules() for t in m.parameters(False)
-        ]
-        sizes = [
-            (id(m), repr(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks))
-            for m in self.modules()
-        ]
+        tensors = [(id(t), t.shape, t.requires_grad, id(t.grad)) for m in self.modules() for t in m.parameters(False)]
+        sizes = [(id(m), repr(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self.modules()]
         optimizer = self.objects[1]
         groups = (
-            []
-            if optimizer is None
-            else [{**g, "params": [id(p) for p in g["params"]]} for g in optimizer.param_groups]
+            [] if optimizer is None else [{**g, "params": [id(p) for p in g["params"]]} for g in optimizer.param_groups]
         )
         state = [] if optimizer is None else [(id(p), list(s)) for p, s in optimizer.state.items()]
         return tensors, sizes, groups, state
@@ -69,9 +62,7 @@ class Snapshot:
         found = [t for m in self.modules() for t in (*m.parameters(False), *m.buffers(False))]
         found += [t.grad for t in found if t.grad is not None]
         states = [] if self.objects[1] is None else self.objects[1].state.values()
-        return [t.detach() for t in found] + [
-            v for s in states for v in s.values() if isinstance(v, torch.Tensor)
-        ]
+        return [t.detach() for t in found] + [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
 
     def assert_untouched(self) -> None:
         assert self.take() == self.taken
@@ -85,9 +76,7 @@ def test_the_five_lines_and_the_report():
     model = mlp(norm=True)
     optimizer = torch.optim.Adam(model.parameters())
     parameters = sum(p.numel() for p in model.parameters())
-    pruner = tnvp.Pruner(
-        model, optimizer=optimizer, example_inputs=X, criterion="variance", compensation="mean"
-    )
+    pruner = tnvp.Pruner(model, optimizer=optimizer, example_inputs=X, criterion="variance", compensation="mean")
     with pruner.record():
         for _ in range(3):
             optimizer.zero_grad()
@@ -115,9 +104,7 @@ def test_removed_in_tells_each_layers_own_indices_behind_flatten():
     model = stir(convnet())
     report = pruner_of(model, IMAGES).prune(sparsity=0.5)
     group = report.groups[1]
-    assert group.removed_in["9"] == [
-        4 * neuron + position for neuron in group.removed for position in range(4)
-    ]
+    assert group.removed_in["9"] == [4 * neuron + position for neuron in group.removed for position in range(4)]
     assert group.removed_in["4"] == group.removed_in["5"] == group.removed
 
 
@@ -163,9 +150,7 @@ def test_without_compensation_no_bias_moves_and_none_is_made():
 # ==== Budgets ====
 
 
-@pytest.mark.parametrize(
-    "budget", [{"sparsity": 0.5}, {"parameter_reduction": 0.4}, {"flops_reduction": 0.4}]
-)
+@pytest.mark.parametrize("budget", [{"sparsity": 0.5}, {"parameter_reduction": 0.4}, {"flops_reduction": 0.4}])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("criterion", ["l1", "variance"])
 def test_asking_twice_for_the_same_removes_nothing_the_second_time(budget, scope, criterion):
@@ -312,9 +297,7 @@ def test_nothing_prunable_is_an_error_that_lists_each_group_and_why():
 def test_ignored_layers_keep_their_neurons(name):
     model = mlp(norm=True)
     pruner_of(model, ignore=[name]).prune(sparsity=0.5)
-    assert widths(model)[0] == 11 == model[1].num_features, (
-        "the linear layer and the batch norm that carries it"
-    )
+    assert widths(model)[0] == 11 == model[1].num_features, "the linear layer and the batch norm that carries it"
     assert widths(model)[1] == 4
 
 
@@ -360,9 +343,7 @@ def test_calibration_comes_as_a_loader_or_batches_and_serves_scores_and_compensa
     expected = watched(twin).prune(sparsity=0.5, calibration=[X])
     assert [g.kept for g in report.groups] == [g.kept for g in expected.groups]
     assert report.output_error == pytest.approx(expected.output_error, rel=1e-5)
-    assert all(
-        torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 class TwoInputs(nn.Module):
@@ -655,7 +636,7 @@ class Untraceable(nn.Module):
 
     def forward(self, x):
         h = self.norm(self.fc1(x))
-        h = h.relu() if h.sum() > 0 else h.tanh()
+        h = h.relu() if x.sum() > 0 else h.tanh()
         return self.fc2(h) + self.other(h)
 
 

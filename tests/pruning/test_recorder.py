@@ -223,9 +223,7 @@ def test_an_unbatched_image_is_one_image():
     x = batch(0, 3, 8, 8)
     recorder = recorder_of(model, x)
     run(recorder, *x)
-    torch.testing.assert_close(
-        recorder.moments(("0", "out")).mean.float(), model[0](x).mean((0, 2, 3)).detach()
-    )
+    torch.testing.assert_close(recorder.moments(("0", "out")).mean.float(), model[0](x).mean((0, 2, 3)).detach())
 
 
 def test_tokens_are_averaged_over_batch_and_sequence():
@@ -289,9 +287,7 @@ def test_trace_rows_hold_each_window_alone_and_scores_look_at_all_of_them():
         torch.testing.assert_close(row.mean, expected.mean(0), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(row.variance, expected.var(0), rtol=1e-5, atol=1e-6)
     everything = activations(model, batch(1), batch(2), batch(3) * 3)
-    torch.testing.assert_close(
-        recorder.moments(("2", "in")).variance, everything.var(0), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(recorder.moments(("2", "in")).variance, everything.var(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_window_with_nothing_in_it_adds_no_row():
@@ -372,12 +368,8 @@ def test_neurons_keep_the_id_they_were_born_with_over_several_events(window):
             assert sorted(gone[group.name] | set(alive)) == born[group.name]
     watch(pruner, batch(3))
     pruner.close_window()
-    assert {row.group: row.neuron.tolist() for row in pruner.trace} == {
-        g.name: g.kept_ids for g in report.groups
-    }
-    assert [len(row.neuron) for row in pruner.trace[:2]] == [11, 9], (
-        "rows from before an event stay as they were"
-    )
+    assert {row.group: row.neuron.tolist() for row in pruner.trace} == {g.name: g.kept_ids for g in report.groups}
+    assert [len(row.neuron) for row in pruner.trace[:2]] == [11, 9], "rows from before an event stay as they were"
 
 
 def number_plates(layer: nn.Linear) -> list[int]:

@@ -28,9 +28,7 @@ def test_cubic_rises_to_the_sparsity_at_its_end_and_then_rests(sparsity, start, 
 
 def test_cubic_is_the_published_formula():
     found = events(Cubic(0.8, 10, 50, 10), 100)
-    assert found == pytest.approx(
-        {20: 0.8 * (1 - 0.75**3), 30: 0.8 * (1 - 0.5**3), 40: 0.8 * (1 - 0.25**3), 50: 0.8}
-    )
+    assert found == pytest.approx({20: 0.8 * (1 - 0.75**3), 30: 0.8 * (1 - 0.5**3), 40: 0.8 * (1 - 0.25**3), 50: 0.8})
 
 
 @few

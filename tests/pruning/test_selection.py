@@ -46,9 +46,7 @@ def test_each_layer_loses_the_sparsity_to_the_nearest_neuron(sizes, sparsity, se
 
 @few
 @given(sizes=widths, sparsity=sparsities, seed=seeds)
-def test_the_network_loses_the_sparsity_to_the_nearest_neuron_as_far_as_a_neuron_a_layer_allows(
-    sizes, sparsity, seed
-):
+def test_the_network_loses_the_sparsity_to_the_nearest_neuron_as_far_as_a_neuron_a_layer_allows(sizes, sparsity, seed):
     scores, original = scored(sizes, seed)
     kept = keep_by_sparsity(scores, original, sparsity, Limits("global"))
     alive, total = sum(counts(kept).values()), sum(sizes)
@@ -89,14 +87,10 @@ def test_globally_weak_layers_lose_more():
     floor=st.integers(1, 6),
     multiple=st.integers(1, 6),
 )
-def test_no_layer_falls_under_its_floor_and_widths_keep_to_multiples(
-    sizes, sparsity, scope, seed, floor, multiple
-):
+def test_no_layer_falls_under_its_floor_and_widths_keep_to_multiples(sizes, sparsity, scope, seed, floor, multiple):
     scores, original = scored(sizes, seed)
     free = counts(keep_by_sparsity(scores, original, sparsity, Limits(scope)))
-    for name, width in counts(
-        keep_by_sparsity(scores, original, sparsity, Limits(scope, floor, multiple))
-    ).items():
+    for name, width in counts(keep_by_sparsity(scores, original, sparsity, Limits(scope, floor, multiple))).items():
         assert width >= min(floor, original[name])
         assert width % multiple == 0 or width == original[name]
         if scope == "layer":
@@ -104,9 +98,7 @@ def test_no_layer_falls_under_its_floor_and_widths_keep_to_multiples(
             assert wanted <= width < wanted + multiple or width == original[name]
 
 
-@pytest.mark.parametrize(
-    "options", [{"scope": "network"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}]
-)
+@pytest.mark.parametrize("options", [{"scope": "network"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}])
 def test_bad_limits_are_named(options):
     ((name, value),) = options.items()
     with pytest.raises(PruningError, match=rf"{name}.*{value}"):
@@ -144,9 +136,7 @@ def test_asking_twice_removes_nothing_the_second_time_whatever_the_scores_are_th
     once = survivors(scores, keep_by_sparsity(scores, original, sparsity, limits))
     other = {name: score[: len(once[name])] for name, score in scored(sizes, seeds[1])[0].items()}
     for again in (once, other):
-        assert counts(keep_by_sparsity(again, original, sparsity, limits)) == {
-            n: len(s) for n, s in once.items()
-        }
+        assert counts(keep_by_sparsity(again, original, sparsity, limits)) == {n: len(s) for n, s in once.items()}
 
 
 def test_asking_twice_removes_nothing_where_rounding_left_more_than_the_budget():

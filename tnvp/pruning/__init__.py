@@ -2,6 +2,7 @@
 
 from .channels import NeuronGroup
 from .errors import PruningError
-from .pruner import GroupReport, Pruner, PruneReport, explain
+from .pruner import Pruner, explain
+from .report import GroupReport, PruneReport
 
 __all__ = ["GroupReport", "NeuronGroup", "PruneReport", "Pruner", "PruningError", "explain"]

@@ -8,71 +8,26 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from numbers import Real
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .channels import NeuronGroup, NeuronGroups, complete_groups, evaluating, find_groups, layer_names
+from .calibration import calibration_batches, outputs, relative_error
+from .channels import NeuronGroup, NeuronGroups, complete_groups, layer_names
 from .compensation import COMPENSATIONS, constants
 from .cost import flop_count, parameter_count
 from .criteria import CRITERIA, Evidence, Side
 from .errors import PruningError
+from .graph import find_groups
 from .layers import kind_of
 from .optimizer_state import check_kind, check_membership, execute_migration, known_names, plan_migration
 from .recorder import Recorder, TraceRow
+from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold
 from .surgery import Cuts, cuts_for, execute, plan
 from .trial import DIFFERS, failing
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """What one event did to one group. Indices are those the group's neurons had just before the event."""
-
-    name: str
-    producers: list[str]
-    passengers: list[str]
-    consumers: list[str]
-    removed: list[int]
-    kept: list[int]
-    scores: Tensor  # [N], higher is more needed
-    removed_in: dict[str, list[int]]  # layer → indices removed on that layer's own dimension
-    removed_ids: list[int]  # the removed neurons' ids at birth
-    kept_ids: list[int]
-
-    @property
-    def threshold(self) -> float | None:
-        """The highest score among the removed neurons; None if none was removed."""
-        return float(self.scores[self.removed].max()) if self.removed else None
-
-
-@dataclass(frozen=True)
-class PruneReport:
-    """One prune event. Fractions are of the original network; ``output_error`` needs calibration data."""
-
-    requested: dict[str, float]
-    neuron_sparsity: float
-    parameter_sparsity: float
-    flops_reduction: float | None
-    parameters: int
-    flops: int | None  # of example_inputs, one forward pass
-    output_error: float | None  # ‖after − before‖ / ‖before‖ over the calibration batches' outputs
-    seconds: float
-    groups: list[GroupReport] = field(repr=False)
-    cuts: Cuts = field(repr=False)
-
-    def __str__(self) -> str:
-        asked = ", ".join(f"{name} {value:g}" for name, value in self.requested.items())
-        lines = [
-            f"asked for {asked}: {self.neuron_sparsity:.1%} of the neurons and "
-            f"{self.parameter_sparsity:.1%} of the parameters are gone"
-            + (f", FLOPs down {self.flops_reduction:.1%}" if self.flops_reduction is not None else "")
-        ]
-        lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
-        return "\n".join(lines)
 
 
 class Pruner:
@@ -189,7 +144,7 @@ class Pruner:
             parameter_reduction=parameter_reduction,
         )
         limits = Limits(scope, min_neurons, round_to)
-        batches = None if calibration is None else _batches(calibration)
+        batches = None if calibration is None else calibration_batches(calibration)
         with self.paused():
             self._prove(batches[0] if batches else None)
             return self._event(requested, limits, batches)
@@ -202,14 +157,16 @@ class Pruner:
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
         values = constants(self.compensation, self.model, cut_groups, calibrated or self._recorder, self._inputs)
-        groups = [self._group_report(g, kept[g.name], scores[g.name]) for g in self.groups if g.prunable]
+        groups = [
+            group_report(g, kept[g.name], scores[g.name], self._recorder.ids[g.name]) for g in self.groups if g.prunable
+        ]
         self._operate(kept, cuts, values)
         return PruneReport(
             requested=requested,
             **self.reductions(),
             parameters=parameter_count(self.model),
             flops=self._count_flops(self.model),
-            output_error=None if batches is None else _relative_error(before, _outputs(self.model, batches)),
+            output_error=None if batches is None else relative_error(before, outputs(self.model, batches)),
             seconds=time.perf_counter() - started,
             groups=groups,
             cuts=cuts,
@@ -220,8 +177,8 @@ class Pruner:
             return [], None
         recorder = Recorder(self.model, self.groups, self._recorder.kinds)
         with recorder.record():
-            outputs = _outputs(self.model, batches)
-        return outputs, recorder
+            before = outputs(self.model, batches)
+        return before, recorder
 
     def _scores(self, calibrated: Recorder | None) -> Scores:
         recorder = calibrated if calibrated is not None and self._recorder.is_empty else self._recorder
@@ -314,27 +271,6 @@ class Pruner:
             )
         return network
 
-    def _group_report(self, group: NeuronGroup, kept: Tensor, scores: Tensor) -> GroupReport:
-        gone = torch.ones(group.size, dtype=torch.bool)
-        gone[kept] = False
-        ids = self._recorder.ids[group.name]
-        removed_in = {
-            layer: ((neuron >= 0) & gone[neuron.clamp(min=0)]).nonzero().flatten().tolist()
-            for (layer, _), neuron in group.maps.items()
-        }
-        return GroupReport(
-            name=group.name,
-            producers=group.producers,
-            passengers=group.passengers,
-            consumers=group.consumers,
-            removed=gone.nonzero().flatten().tolist(),
-            kept=kept.tolist(),
-            scores=scores,
-            removed_in=removed_in,
-            removed_ids=ids[gone].tolist(),
-            kept_ids=ids[kept].tolist(),
-        )
-
     def _count_flops(self, model: nn.Module) -> int | None:
         if self._inputs is None:
             return None
@@ -407,36 +343,3 @@ def _shrink_group(group: NeuronGroup, kept: Tensor) -> None:
         new = renumbered[neuron]
         group.maps[where] = new[new > -2]
     group.size = len(kept)
-
-
-def _batches(calibration: Iterable) -> list[tuple]:
-    """The model's arguments in each calibration batch: a tensor, or the first of an (x, y) pair, itself perhaps a tuple."""
-    batches = []
-    for batch in [calibration] if isinstance(calibration, Tensor) else calibration:
-        first = batch[0] if isinstance(batch, tuple | list) else batch
-        batches.append(tuple(first) if isinstance(first, tuple | list) else (first,))
-    if not batches:
-        raise PruningError("calibration is empty: give at least one batch")
-    return batches
-
-
-def _outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
-        for batch in batches:
-            output = model(*(x.to(device) if isinstance(x, Tensor) else x for x in batch))
-            found += [leaf.double().cpu() for leaf in _tensors(output)]
-    return found
-
-
-def _tensors(output) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [leaf for value in values for leaf in _tensors(value)]
-
-
-def _relative_error(before: list[Tensor], after: list[Tensor]) -> float:
-    change = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    return math.sqrt(change / max(sum(float(b.square().sum()) for b in before), torch.finfo(torch.float64).tiny))

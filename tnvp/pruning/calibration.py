@@ -1,0 +1,45 @@
+"""Calibration data: the batches a user hands in, and the network's outputs on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .channels import evaluating
+from .errors import PruningError
+
+
+def calibration_batches(calibration: Iterable) -> list[tuple]:
+    """The model's arguments in each calibration batch: a tensor, or the first of an (x, y) pair, itself perhaps a tuple."""
+    batches = []
+    for batch in [calibration] if isinstance(calibration, Tensor) else calibration:
+        first = batch[0] if isinstance(batch, tuple | list) else batch
+        batches.append(tuple(first) if isinstance(first, tuple | list) else (first,))
+    if not batches:
+        raise PruningError("calibration is empty: give at least one batch")
+    return batches
+
+
+def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found: list[Tensor] = []
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            output = model(*(x.to(device) if isinstance(x, Tensor) else x for x in batch))
+            found += [leaf.double().cpu() for leaf in _tensors(output)]
+    return found
+
+
+def _tensors(output) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [leaf for value in values for leaf in _tensors(value)]
+
+
+def relative_error(before: list[Tensor], after: list[Tensor]) -> float:
+    change = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
+    return math.sqrt(change / max(sum(float(b.square().sum()) for b in before), torch.finfo(torch.float64).tiny))

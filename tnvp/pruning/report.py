@@ -1,0 +1,80 @@
+"""What a prune event did: plain data, printed as a short text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .channels import NeuronGroup
+from .surgery import Cuts
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What one event did to one group. Indices are those the group's neurons had just before the event."""
+
+    name: str
+    producers: list[str]
+    passengers: list[str]
+    consumers: list[str]
+    removed: list[int]
+    kept: list[int]
+    scores: Tensor  # [N], higher is more needed
+    removed_in: dict[str, list[int]]  # layer → indices removed on that layer's own dimension
+    removed_ids: list[int]  # the removed neurons' ids at birth
+    kept_ids: list[int]
+
+    @property
+    def threshold(self) -> float | None:
+        """The highest score among the removed neurons; None if none was removed."""
+        return float(self.scores[self.removed].max()) if self.removed else None
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """One prune event. Fractions are of the original network; ``output_error`` needs calibration data."""
+
+    requested: dict[str, float]
+    neuron_sparsity: float
+    parameter_sparsity: float
+    flops_reduction: float | None
+    parameters: int
+    flops: int | None  # of example_inputs, one forward pass
+    output_error: float | None  # ‖after − before‖ / ‖before‖ over the calibration batches' outputs
+    seconds: float
+    groups: list[GroupReport] = field(repr=False)
+    cuts: Cuts = field(repr=False)
+
+    def __str__(self) -> str:
+        asked = ", ".join(f"{name} {value:g}" for name, value in self.requested.items())
+        lines = [
+            f"asked for {asked}: {self.neuron_sparsity:.1%} of the neurons and "
+            f"{self.parameter_sparsity:.1%} of the parameters are gone"
+            + (f", FLOPs down {self.flops_reduction:.1%}" if self.flops_reduction is not None else "")
+        ]
+        lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
+        return "\n".join(lines)
+
+
+def group_report(group: NeuronGroup, kept: Tensor, scores: Tensor, ids: Tensor) -> GroupReport:
+    """The report on ``group``, as it is before the event, when the neurons ``kept`` stay; ``ids`` [N] are those at birth."""
+    gone = torch.ones(group.size, dtype=torch.bool)
+    gone[kept] = False
+    removed_in = {
+        layer: ((neuron >= 0) & gone[neuron.clamp(min=0)]).nonzero().flatten().tolist()
+        for (layer, _), neuron in group.maps.items()
+    }
+    return GroupReport(
+        name=group.name,
+        producers=group.producers,
+        passengers=group.passengers,
+        consumers=group.consumers,
+        removed=gone.nonzero().flatten().tolist(),
+        kept=kept.tolist(),
+        scores=scores,
+        removed_in=removed_in,
+        removed_ids=ids[gone].tolist(),
+        kept_ids=ids[kept].tolist(),
+    )
