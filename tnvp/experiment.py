@@ -167,7 +167,7 @@ class Study:
         if self.tracker.where and len(self.pruner.trace):
             events = self.directory.events()
             figure = figures.trace_heatmap(self.directory.traces(), events, label(self.config))
-            png, _ = figures.save(figure, self.directory.figures_path / "trace_heatmap")
+            (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)
 
 

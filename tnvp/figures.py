@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -376,16 +376,16 @@ def _curves(axes: Axes, metrics: pd.DataFrame, events: list[dict], name: str) ->
         )
 
 
-def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write `<path>.png` (200 dpi) and `<path>.pdf`, the same bytes each time, and return both paths."""
+def save(figure: Figure, path: str | Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:
+    """Write `<path>.png` (200 dpi) and `<path>.pdf`, or one of them, the same bytes each time; returns the paths."""
     path = Path(path)
-    kinds = {"png": {"Software": None}, "pdf": {"CreationDate": None}}  # metadata without dates
+    undated = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
     layout = figure.get_layout_engine()
     with matplotlib.rc_context(STYLE):
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # laid out now, once for both files
-        for kind, metadata in kinds.items():
-            write = functools.partial(figure.savefig, format=kind, metadata=metadata)
+        figure.set_layout_engine("none")  # laid out now, once for all files
+        for kind in kinds:
+            write = functools.partial(figure.savefig, format=kind, metadata=undated[kind])
             write_atomically(path.with_name(f"{path.name}.{kind}"), write)
         figure.set_layout_engine(layout)
     return [path.with_name(f"{path.name}.{kind}") for kind in kinds]

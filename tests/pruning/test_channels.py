@@ -469,6 +469,32 @@ def test_explaining_changes_nothing():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Remembers(nn.Module):
+    """Keeps its last activation, as networks do whose loss or logger reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.last = Linear(7, 8), Linear(8, 3), None
+
+    def forward(self, x):
+        self.last = self.a(x).relu()
+        return self.b(self.last)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_network_that_keeps_an_activation_can_be_pruned_and_tracing_leaves_nothing_in_it(called_before):
+    model = Remembers()
+    if called_before:
+        model(VECTORS)
+    last = model.last
+    tnvp.explain(model, VECTORS)
+    assert model.last is last, "rather than a proxy of torch.fx"
+    pruner = tnvp.Pruner(model, example_inputs=VECTORS, criterion="random", compensation="none")
+    pruner.prune(parameter_reduction=0.4)
+    model(VECTORS).sum().backward()
+    assert model.last.shape[1] == model.a.out_features < 8
+
+
 def test_it_prints_as_a_table_with_the_reasons():
     text = str(tnvp.explain(residual(), VECTORS))
     for line in (

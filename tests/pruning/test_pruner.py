@@ -2,6 +2,8 @@
 
 import copy
 import math
+import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -691,6 +693,22 @@ def test_groups_that_would_break_the_network_are_refused_and_nothing_changed(nam
     snapshot.assert_untouched()
 
 
+class Mixes(Untraceable):
+    """Runs at any width, yet every neuron's result depends on the others."""
+
+    def forward(self, x):
+        h = self.norm(self.fc1(x)).softmax(-1) if x.sum() > 0 else self.norm(self.fc1(x)).softmax(1)
+        return self.fc2(h) + self.other(h)
+
+
+def test_groups_by_hand_with_a_mixer_between_are_refused():
+    model = Mixes()
+    snapshot = Snapshot(model)
+    with pytest.raises(PruningError, match="fc1"):
+        pruner_of(model, groups=[tnvp.NeuronGroup(**WHOLE)]).prune(sparsity=0.5)
+    snapshot.assert_untouched()
+
+
 def test_groups_by_hand_may_not_cut_a_tied_weight_on_one_side():
     model = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     model[2].weight = model[4].weight
@@ -707,3 +725,39 @@ def test_groups_that_explain_gave_may_be_handed_in_and_their_verdicts_hold():
     groups[0].prunable, groups[0].reason = False, "I say so"
     pruner_of(model, groups=groups).prune(sparsity=0.5)
     assert widths(model) == [11, 4, 4]
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+
+
+class Packs(Untraceable):
+    """Wraps its output in a class of its own."""
+
+    def forward(self, x):
+        return Result(super().forward(x))
+
+
+def test_an_output_in_a_class_of_its_own_is_no_obstacle_or_a_clear_error():
+    model = Packs()
+    snapshot = Snapshot(model)
+    try:
+        report = pruner_of(model, groups=[tnvp.NeuronGroup(**WHOLE)]).prune(sparsity=0.5, calibration=[X])
+    except PruningError:
+        snapshot.assert_untouched()
+    else:
+        assert report.neuron_sparsity == 0.5 and report.output_error != 0, "unknown is None, not 0"
+
+
+def test_a_network_that_cannot_be_copied_is_pruned_or_refused_in_words():
+    model = mlp()
+    model.lock = threading.Lock()
+    snapshot = Snapshot(model)
+    try:
+        pruner_of(model).prune(sparsity=0.5)
+    except PruningError as error:
+        assert "cop" in str(error)
+        snapshot.assert_untouched()
+    else:
+        assert widths(model) == [5, 4, 4]
