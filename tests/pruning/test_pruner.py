@@ -701,10 +701,11 @@ class Mixes(Untraceable):
         return self.fc2(h) + self.other(h)
 
 
-def test_groups_by_hand_with_a_mixer_between_are_refused():
+@pytest.mark.filterwarnings("error")
+def test_groups_by_hand_with_a_mixer_between_are_refused_or_warned_of_before_anything_changed():
     model = Mixes()
     snapshot = Snapshot(model)
-    with pytest.raises(PruningError, match="fc1"):
+    with pytest.raises((PruningError, UserWarning), match="fc1"):
         pruner_of(model, groups=[tnvp.NeuronGroup(**WHOLE)]).prune(sparsity=0.5)
     snapshot.assert_untouched()
 
