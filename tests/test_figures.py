@@ -17,6 +17,7 @@ from scipy import stats
 
 from tests.test_results import EVENT, STEPS, WIDTHS, config, prune_event, traces, write_run, write_tree
 from tnvp import figures, results
+from tnvp.figure_style import spread_out
 from tnvp.results import ResultsError
 
 
@@ -212,10 +213,10 @@ def test_training_curves_hold_every_record_and_mark_each_event(root):
 @given(st.lists(st.floats(-0.5, 1.5), max_size=12))
 def test_labels_never_overlap_and_move_only_if_they_must(heights):
     heights, gap = sorted(heights), 0.05
-    places = figures._spread(heights, gap)
+    places = spread_out(heights, gap)
     assert all(high - low >= gap - 1e-9 for low, high in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-    assert figures._spread(places, gap) == pytest.approx(places)
+    assert spread_out(places, gap) == pytest.approx(places)
 
 
 def build(noun: str, root: Path, table: pd.DataFrame):

@@ -13,18 +13,22 @@ PACKAGE = Path(tnvp.__file__).parent
 ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
     {"pruning"},
     {"image_folder", "models", "run_directory", "tracking", "training"},
-    {"schema", "data", "checkpoint", "results"},
+    {"published", "figure_style"},
+    {"schema", "data", "checkpoint", "results", "run_figures"},
     {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
-    "figures": {"results", "run_directory"},
+    "figures": {"figure_style", "results", "run_directory", "run_figures"},
+    "run_figures": {"figure_style", "run_directory"},
+    "figure_style": {"run_directory"},
     "results": {"run_directory"},
     "run_directory": set(),
     "tracking": set(),
     "models": set(),
     "training": set(),
-    "data": {"image_folder"},
+    "data": {"image_folder", "published"},
+    "published": {"image_folder"},
     "pruning": set(),
 }
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -29,17 +29,26 @@ def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
     with evaluating(model), torch.no_grad():
         for batch in batches:
             output = model(*(x.to(device) if isinstance(x, Tensor) else x for x in batch))
-            found += [leaf.double().cpu() for leaf in _tensors(output)]
+            found += [leaf.double().cpu() for leaf in tensors_in(output) if leaf.is_floating_point()]
     return found
 
 
-def _tensors(output) -> list[Tensor]:
+def tensors_in(output) -> list[Tensor]:
+    """Every tensor of an output: itself, or those in its tuples, lists, dictionaries and objects with fields."""
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [leaf for value in values for leaf in _tensors(value)]
+        return [output]
+    if isinstance(output, dict):
+        values = output.values()
+    elif isinstance(output, list | tuple):
+        values = output
+    else:
+        values = vars(output).values() if hasattr(output, "__dict__") else ()
+    return [leaf for value in values for leaf in tensors_in(value)]
 
 
-def relative_error(before: list[Tensor], after: list[Tensor]) -> float:
+def relative_error(before: list[Tensor], after: list[Tensor]) -> float | None:
+    """‖after − before‖ / ‖before‖ over all outputs; None where the network gives no tensor."""
+    if not before:
+        return None
     change = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
     return math.sqrt(change / max(sum(float(b.square().sum()) for b in before), torch.finfo(torch.float64).tiny))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,27 @@ def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
 def layer_names(modules: dict[str, nn.Module]) -> list[str]:
     """The layers that groups can name."""
     return [name for name, module in modules.items() if kind_of(module) is not None]
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy; activations that the network keeps as attributes are copied without their graph."""
+    kept = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and not t.is_leaf]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
+    except Exception as error:
+        raise PruningError(f"{type(model).__name__} can't be copied, as a trial of the cut needs: {error}") from error
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """What the forward writes on its modules inside is undone after."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager

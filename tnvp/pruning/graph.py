@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .channels import NO_NEURON, NeuronGroup, NeuronGroups, evaluating, shared_parameters
+from .channels import NO_NEURON, NeuronGroup, NeuronGroups, attributes_restored, evaluating, shared_parameters
 from .errors import PruningError
 from .layers import channel_dim, kind_of
 
@@ -24,6 +24,11 @@ def find_groups(model: nn.Module, example_inputs) -> NeuronGroups:
     """Trace ``model`` on ``example_inputs`` (a tensor, or a tuple of arguments) and list its neuron groups."""
     if isinstance(model, torch.jit.ScriptModule):
         raise PruningError("a TorchScript module can't be pruned: prune the nn.Module it was made from")
+    with attributes_restored(model):
+        return _traced_groups(model, example_inputs)
+
+
+def _traced_groups(model: nn.Module, example_inputs) -> NeuronGroups:
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:

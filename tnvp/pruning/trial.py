@@ -6,17 +6,18 @@ width, a reader that a hand-made group forgot, a layer that reads in training on
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .channels import NeuronGroup, evaluating
+from .calibration import tensors_in
+from .channels import NeuronGroup, copy_of, evaluating
 from .compensation import replacing
 from .surgery import cuts_for, execute, plan
 
 DIFFERS = "the network computes something else without it: its code may depend on the width"
+RANDOM = "the network is random in eval mode, so that no trial can tell whether it can be cut"
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest output; other types count as float32
 
 
@@ -37,7 +38,7 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
     cuts = cuts_for(groups, {group.name: torch.arange(0, group.size, 2) for group in groups})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         full, inputs = _in_double(model, inputs)
-        pruned = copy.deepcopy(full)
+        pruned = copy_of(full)
         try:
             execute(pruned, plan(pruned, cuts, {}), cuts)
             with evaluating(pruned):
@@ -47,7 +48,8 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
         with evaluating(full), replacing(full, _zeros(full, cuts)):
             expected = full(*inputs)
         if not _equal(found, expected):
-            return DIFFERS
+            with evaluating(full), replacing(full, _zeros(full, cuts)):
+                return DIFFERS if _equal(full(*inputs), expected) else RANDOM
         if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
             return "the network fails without it in training mode"
     return ""
@@ -56,12 +58,12 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
 def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
     """A copy of the network in float64 where it runs so, and its inputs."""
     try:
-        double = copy.deepcopy(model).double()
+        double = copy_of(model).double()
         wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
         with evaluating(double):
             double(*wide)
     except (RuntimeError, TypeError):
-        return copy.deepcopy(model), inputs
+        return copy_of(model), inputs
     return double, wide
 
 
@@ -77,26 +79,25 @@ def _zeros(model: nn.Module, cuts: dict) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
     try:
-        copy.deepcopy(model).train()(*inputs)
+        copy_of(model).train()(*inputs)
     except Exception:
         return False
     return True
 
 
 def _equal(found, expected) -> bool:
-    if isinstance(expected, Tensor):
-        if not isinstance(found, Tensor) or found.shape != expected.shape:
-            return False
-        if not expected.is_floating_point():
-            return torch.equal(found, expected)
-        scale = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
-        tolerance = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
-        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_equal(found[key], expected[key]) for key in expected)
-    if isinstance(expected, tuple | list):
-        return len(found) == len(expected) and all(map(_equal, found, expected))
-    return bool(found == expected)
+    pairs = list(zip(tensors_in(found), tensors_in(expected), strict=False))
+    return len(tensors_in(found)) == len(tensors_in(expected)) and all(_close(a, b) for a, b in pairs)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    scale = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
+    tolerance = TOLERANCE.get(expected.dtype, TOLERANCE[torch.float32])
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _first_line(error: Exception) -> str:

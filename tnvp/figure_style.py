@@ -1,0 +1,140 @@
+"""One style for every figure: a criterion has one colour, marker and dash everywhere.
+
+Okabe and Ito's palette for the colour-blind, marker and dash for grey print.
+"""
+
+import functools
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.patheffects import Normal, Stroke
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from tnvp.run_directory import write_atomically
+
+STYLE = {  # every figure is made and saved under these, whatever the caller's own settings are
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "figure.titlesize": 10,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.handlelength": 3.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "figure.facecolor": "white",
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "figure.constrained_layout.w_pad": 0.08,
+    "text.hinting": "none",  # text is as wide at 200 dpi as at 100, where it was laid out
+}
+CRITERIA = {  # name: colour, marker, dash (points on, off)
+    "variance": ("#0072B2", "o", "-"),
+    "variance_preactivation": ("#56B4E9", "s", (0, (5, 1.5))),
+    "variance_out": ("#009E73", "^", (0, (6, 1.5, 1, 1.5))),
+    "obs": ("#D55E00", "D", (0, (9, 2))),
+    "l1": ("#E69F00", "v", (0, (2.5, 1.2))),
+    "l2": ("#CC79A7", "P", (0, (4, 1.2, 1, 1.2, 1, 1.2))),
+    "bn_scale": ("#F0E442", "X", (0, (7, 1.2))),
+    "taylor": ("#000000", "<", (0, (1.2, 1.2))),
+    "apoz": ("#666666", ">", (0, (3, 3))),
+    "random": ("#999999", "x", (0, (1, 2.5))),
+}
+UNKNOWN = ("#444444", "*", "-")  # a criterion not in the list above: its label still names it
+OTHER = matplotlib.colormaps["viridis"]  # for what is no criterion: variances, groups, validation curves
+DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5))]
+DEAD = "0.8"
+
+
+def outline(criterion: str) -> list:
+    """Yellow on white needs a dark edge to be seen."""
+    return [Stroke(linewidth=2.6, foreground="0.3"), Normal()] if criterion == "bn_scale" else []
+
+
+def order(criterion: str) -> tuple[int, str]:
+    """Sorts criteria as CRITERIA lists them, others after these by name."""
+    names = list(CRITERIA)
+    return (names.index(criterion) if criterion in names else len(names), str(criterion))
+
+
+@FuncFormatter
+def plain_number(value: float, _: int) -> str:
+    """0.01 rather than a power of ten: shorter to read on few ticks, and no second font in the file."""
+    return f"{value:g}"
+
+
+def log_ticks(axis: Axis, low: float, high: float) -> None:
+    """Labels at powers of ten; at 2 and 5 too where there are few powers."""
+    axis.set_major_locator(LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
+    axis.set_major_formatter(plain_number)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def new_figure(width: float, height: float, title: str, caption: str) -> Figure:
+    """An empty figure of that many inches; the caption stands at its foot."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.supxlabel(textwrap.fill(caption, int(20 * width)), x=0.01, ha="left", fontsize=6.5, color="0.35")
+    return figure
+
+
+def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
+    """Name lines right of the axes, at heights that don't overlap; ends are (x, y, name, colour)."""
+    ends = sorted(ends, key=lambda end: end[1])
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = [to_axes.transform(end[:2])[1] for end in ends]
+    inches = axes.figure.get_size_inches()[1] * axes.get_position().height
+    for (x, y, name, colour), place in zip(ends, spread_out(heights, 10 / 72 / inches), strict=True):
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.8}
+        arrow |= {"shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)}
+        axes.annotate(
+            name,
+            (x, y),
+            (1.04, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=7.5,
+            annotation_clip=False,
+            arrowprops=arrow,
+        )
+
+
+def spread_out(heights: list[float], gap: float) -> list[float]:
+    """Sorted heights, moved as little as keeps them `gap` apart (least squares); in 0 to 1 if they fit."""
+    blocks: list[list[float]] = []  # sum and length of neighbours that must stand exactly `gap` apart
+    for index, height in enumerate(heights):
+        blocks.append([height - index * gap, 1])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
+            total, length = blocks.pop()
+            blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + length]
+    bases = [total / length for total, length in blocks for _ in range(int(length))]
+    return [max(0.0, min(base, 1 - (len(bases) - 1) * gap)) + index * gap for index, base in enumerate(bases)]
+
+
+def save(figure: Figure, path: str | Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:
+    """Write `<path>.png` (200 dpi) and `<path>.pdf`, or one of them, the same bytes each time; returns the paths."""
+    path = Path(path)
+    undated = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
+    layout = figure.get_layout_engine()
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out now, once for all files
+        for kind in kinds:
+            write = functools.partial(figure.savefig, format=kind, metadata=undated[kind])
+            write_atomically(path.with_name(f"{path.name}.{kind}"), write)
+        figure.set_layout_engine(layout)
+    return [path.with_name(f"{path.name}.{kind}") for kind in kinds]
