@@ -32,7 +32,7 @@ demo: install ## a small sweep on the embedded digits (2 seeds x 2 criteria x 4 
 	@echo
 	@echo "Figures:  $(FIGURES)/demo/  (start with accuracy-*.png)"
 	@echo "Runs:     $(DEMO)/  (config.yaml, metrics.jsonl, events.jsonl, traces.parquet, model.pt, summary.json)"
-	@echo "W&B view: $(VENV)/bin/wandb beta leet $(DEMO)/*/wandb/latest-run   (offline; upload: $(VENV)/bin/wandb sync RUN/wandb/offline-run-*)"
+	@echo "W&B view: $(VENV)/bin/wandb leet $$(ls -d $(DEMO)/*/wandb | head -1)/latest-run   (offline; q leaves it)"
 	@echo "Next:     README.md, section \"In your own training loop\""
 
 test: install ## the tests (a few minutes)

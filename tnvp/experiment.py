@@ -185,7 +185,7 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
     chosen = {
         key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)
     }
-    x, _ = next(iter(data.batches(images, images.train, 2)))
+    x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
 
 

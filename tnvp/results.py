@@ -19,6 +19,7 @@ from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats
 
 from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
 
+MACHINE_PATHS = ["config.runs", "config.dataset.root"]  # nobody else's business: left out of a CSV file
 NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
@@ -202,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         runs = table(options.root)
         if options.csv:
-            write_atomically(options.csv, lambda file: runs.to_csv(file, index=False))
+            published = runs.drop(columns=MACHINE_PATHS, errors="ignore")
+            write_atomically(options.csv, lambda file: published.to_csv(file, index=False))
         print(describe(runs))
     except (ResultsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
