@@ -68,7 +68,7 @@ def job(cfg: DictConfig) -> float | None:
     status, accuracy = 0, None
     try:
         accuracy = experiment.run(resolve(cfg))["test_accuracy"]
-    except experiment.USER_ERRORS as error:
+    except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
         print(error, file=sys.stderr)
         status = 2
     except Exception:

@@ -148,6 +148,10 @@ def test_bad_input_leaves_no_run_directory(started, tmp_path):
         started("pruning.ignore=[head]")
     with pytest.raises(experiment.models.ModelError, match="16×16"):
         experiment.run(compose("tracking=none", "model=tutorial_cnn", f"runs={tmp_path}"))
+    with pytest.raises(config.ConfigError, match=r"end_step=5000 .* 3 epochs of 11 steps are 33"):
+        started("pruning=gradual", "pruning.end_step=5000")
+    with pytest.raises(config.ConfigError, match="every=34"):
+        started("pruning=threshold", "pruning.every=34")
     assert not list(tmp_path.iterdir())
 
 

@@ -44,6 +44,7 @@ def run(config: Config) -> dict:
     images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
     pruner = make_pruner(config, model, images)
+    check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
 
     directory = RunDirectory.create(path, aside=True)
     directory.write_config(to_dict(config))
@@ -169,6 +170,17 @@ class Study:
             figure = figures.trace_heatmap(self.directory.traces(), events, label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)
+
+
+def check_events_fit(config: Config, steps_per_epoch: int) -> None:
+    """A prune event that would come after the last step is an error, found before anything runs."""
+    pruning = config.pruning
+    key = {"gradual": "end_step", "threshold": "every"}.get(pruning.name)
+    if key and getattr(pruning, key) > (steps := pruning.epochs * steps_per_epoch):
+        raise ConfigError(
+            f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
+            f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
+        )
 
 
 def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
