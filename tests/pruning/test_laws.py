@@ -23,6 +23,7 @@ NETWORKS = {
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
     "sgd_nesterov_decay": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
@@ -116,6 +117,9 @@ def test_steps_after_surgery_equal_steps_of_the_masked_network(network, optimize
     twin_optimizer = OPTIMIZERS[optimizer](twin.parameters())
     for name, state in states.items():
         twin_optimizer.state[twin.get_parameter(name)] = state
+    if optimizer == "sgd_fused":  # wants a buffer for every parameter, the twin's new biases too
+        for parameter in twin.parameters():
+            twin_optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     step(model, made, batch, range(50, 56))
     step(twin, twin_optimizer, batch, range(50, 56))
     wide = dict(twin.named_parameters())
@@ -142,3 +146,26 @@ def test_zero_sparsity_is_the_identity(network):
     assert report.neuron_sparsity == 0 and report.flops_reduction == 0
     assert all(a is b for a, b in zip(model.parameters(), leaves, strict=True))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_two_optimizers_follow_together_and_one_left_out_is_told_of():
+    for given in ("both", "one"):
+        model, _, batch = trained("mlp")
+        optimizers = [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[1:].parameters(), lr=0.1)]
+        pruner = recorded(model, batch, optimizer=optimizers if given == "both" else optimizers[0])
+        if given == "one":
+            with pytest.warns(UserWarning, match=r"does not hold 2\.weight, 2\.bias, 4\.weight"):
+                pruner.prune(sparsity=0.5)
+            continue
+        pruner.prune(sparsity=0.5)
+        before = [p.detach().clone() for p in model.parameters()]
+        nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
+def test_a_wrapper_is_refused_with_the_way_out(wrap):
+    with pytest.raises(tnvp.PruningError, match=r"give the Pruner model\.(module|_orig_mod)"):
+        tnvp.Pruner(wrap(mlp()), example_inputs=torch.randn(2, 7))

@@ -24,6 +24,12 @@ def find_groups(model: nn.Module, example_inputs) -> NeuronGroups:
     """Trace ``model`` on ``example_inputs`` (a tensor, or a tuple of arguments) and list its neuron groups."""
     if isinstance(model, torch.jit.ScriptModule):
         raise PruningError("a TorchScript module can't be pruned: prune the nn.Module it was made from")
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module) and type(model).__module__.startswith("torch."):
+            raise PruningError(
+                f"{type(model).__name__} wraps the network: give the Pruner model.{attribute}, and wrap it anew after pruning"
+            )
     with attributes_restored(model):
         return _traced_groups(model, example_inputs)
 
@@ -42,7 +48,9 @@ def _traced_groups(model: nn.Module, example_inputs) -> NeuronGroups:
         try:
             walk.run(*inputs)
         except Exception as error:
-            raise PruningError(f"{type(model).__name__} fails on example_inputs: {error}") from error
+            raise PruningError(
+                f"{type(model).__name__} fails on example_inputs: {str(error).splitlines()[0]}"
+            ) from error
     walk.block_bypassed_layers()
     return NeuronGroups(walk.groups())
 

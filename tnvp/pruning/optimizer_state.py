@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,12 @@ def _cut_state(optimizer: Optimizer, change: ParameterChange) -> dict:
 
 
 def _fresh_state(optimizer: Optimizer, group: dict, parameter: Tensor) -> dict:
-    """The state a new parameter has in this optimizer: none, except for Adagrad, which makes it in its constructor."""
+    """The state a new parameter has in this optimizer: none, with two exceptions.
+
+    Adagrad makes it in its constructor; fused SGD wants a momentum buffer for all parameters of a group or for none.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
     if not isinstance(optimizer, torch.optim.Adagrad):
         return {}
     return torch.optim.Adagrad([parameter], initial_accumulator_value=group["initial_accumulator_value"]).state[
@@ -81,11 +86,11 @@ def execute_migration(optimizer: Optimizer, migration: Migration) -> None:
     optimizer.state.update(state)
 
 
-def check_membership(model: nn.Module, optimizer: Optimizer, known: set[str]) -> None:
-    """Prove that every parameter that the optimizer trained before (``known`` names) is in it exactly once."""
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+def check_membership(model: nn.Module, optimizers: Sequence[Optimizer], known: set[str]) -> None:
+    """Prove that every parameter that was trained before (``known`` names) is in the optimizers exactly once."""
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if len(held) != len(set(held)):
-        raise PruningError("the optimizer holds a parameter twice")
+        raise PruningError("the optimizers hold a parameter twice")
     missing = [name for name, p in model.named_parameters() if name in known and id(p) not in set(held)]
     if missing:
         raise PruningError(f"the optimizer lost {', '.join(missing)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
@@ -24,7 +25,7 @@ from .optimizer_state import check_kind, check_membership, execute_migration, kn
 from .recorder import Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold
-from .surgery import Cuts, cuts_for, execute, plan
+from .surgery import Cuts, ParameterChange, cuts_for, execute, plan
 from .trial import failing
 
 
@@ -33,7 +34,7 @@ class Pruner:
 
     Args:
         model: any network torch.fx can trace, changed in place by `prune`.
-        optimizer: its optimizer, which follows every event; None if there is none yet.
+        optimizer: its optimizer, or several in a list, which follow every event; None if there is none yet.
         example_inputs: what one forward pass takes, a tensor or a tuple; traces the network and counts FLOPs.
         criterion: a name in `CRITERIA`. compensation: a name in `COMPENSATIONS`.
         window: what scores look at: "cumulative", "since_prune" or "ema".
@@ -50,7 +51,7 @@ class Pruner:
         self,
         model: nn.Module,
         *,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         example_inputs: Tensor | tuple | None = None,
         criterion: str = "variance",
         compensation: str = "mean",
@@ -73,7 +74,7 @@ class Pruner:
         self._proven = groups is None
         self._prove(self._inputs)
         self._require_something_prunable()
-        self._check_optimizer()
+        self._check_optimizers()
         self._original = {group.name: group.size for group in self.groups if group.prunable}
         self._parameters, self._flops = parameter_count(model), self._count_flops(model)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
@@ -231,15 +232,16 @@ class Pruner:
         changes = plan(self.model, cuts, values)
         copies = [self._copy_of(averaged) for averaged in self.averaged]
         copy_changes = [plan(averaged, cuts, values) for averaged in copies]
-        migration = None if self.optimizer is None else plan_migration(self.optimizer, changes)
-        trained = set() if self.optimizer is None else known_names(self.model, self.optimizer)
+        migrations = [(optimizer, plan_migration(optimizer, changes)) for optimizer in self._optimizers]
+        trained = set().union(*(known_names(self.model, optimizer) for optimizer in self._optimizers))
+        self._warn_of_strangers(changes, trained)
         trained |= {f"{c.layer}.bias" for c in changes if c.beside is not None and f"{c.layer}.weight" in trained}
         execute(self.model, changes, cuts)
         for averaged, its_changes in zip(copies, copy_changes, strict=True):
             execute(averaged, its_changes, cuts)
-        if migration is not None:
-            execute_migration(self.optimizer, migration)
-            check_membership(self.model, self.optimizer, trained)
+        for optimizer, migration in migrations:
+            execute_migration(optimizer, migration)
+        check_membership(self.model, self._optimizers, trained)
         self._recorder.select(kept, cuts)
         for group in self.groups:
             if group.prunable:
@@ -292,12 +294,27 @@ class Pruner:
         if not any(group.prunable for group in self.groups):
             raise PruningError(f"nothing in this network can be pruned:\n{self.groups}")
 
-    def _check_optimizer(self) -> None:
+    @property
+    def _optimizers(self) -> list[Optimizer]:
         if self.optimizer is None:
-            return
-        check_kind(self.optimizer)
-        if not known_names(self.model, self.optimizer):
-            raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
+            return []
+        return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
+
+    def _check_optimizers(self) -> None:
+        for optimizer in self._optimizers:
+            check_kind(optimizer)
+            if not known_names(self.model, optimizer):
+                raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
+
+    def _warn_of_strangers(self, changes: list[ParameterChange], trained: set[str]) -> None:
+        """A parameter that only another optimizer holds would silently stop learning."""
+        names = [f"{c.layer}.{c.tensor}" for c in changes if isinstance(c.old, nn.Parameter) and c.old.requires_grad]
+        if self._optimizers and (strangers := [name for name in names if name not in trained]):
+            warnings.warn(
+                f"the Pruner's optimizer does not hold {', '.join(strangers)}: if another one trains them, "
+                "it goes on with the old parameters. Give both: Pruner(optimizer=[a, b])",
+                stacklevel=5,
+            )
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple) -> NeuronGroups:
