@@ -639,7 +639,7 @@ def test_real_mnist():
     mean, std = module._moments(torch.cat([data.train.images, data.validation.images]))
     assert mean == [pytest.approx(0.1307, abs=5e-5)] and std == [pytest.approx(0.3081, abs=5e-5)]
     assert data.test.labels[:8].tolist() == [7, 2, 1, 0, 4, 1, 4, 9]
-    raw = module._read_idx("mnist", Path(ROOT), download=False)
+    raw = module.read_idx("mnist", Path(ROOT), download=False)
     assert raw.train[1][:8].tolist() == [5, 0, 4, 1, 9, 2, 1, 3]
     given = datasets.MNIST(ROOT, train=True)
     assert torch.equal(raw.train[0][:, 0], given.data) and torch.equal(raw.train[1], given.targets)
