@@ -110,10 +110,11 @@ def test_a_model_of_ones_own_needs_an_instance(tmp_path):
         (lambda path: path.unlink(), "there is no model file"),
         (lambda path: path.write_bytes(path.read_bytes()[:500]), "damaged"),
         (lambda path: path.write_bytes(b""), "damaged"),
+        (lambda path: path.write_text("import os"), "damaged"),
         (lambda path: torch.save({"weights": 1}, path), "not written by tnvp.save"),
         (lambda path: torch.save(nn.Linear(2, 2), path), "damaged or no file"),
     ],
-    ids=["missing", "truncated", "empty", "another format", "a pickled module"],
+    ids=["missing", "truncated", "empty", "a text", "another format", "a pickled module"],
 )
 def test_a_bad_file_is_refused_by_name(damage, message, tmp_path):
     path = tmp_path / "model.pt"
@@ -144,3 +145,9 @@ def test_another_network_is_refused_by_the_names_that_differ(tmp_path):
     tnvp.save(Own(), tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="fc1"):
         tnvp.load(tmp_path / "model.pt", into=nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_a_smaller_network_is_not_grown(tmp_path):
+    tnvp.save(nn.Sequential(nn.Linear(20, 15), nn.ReLU(), nn.Linear(15, 2)), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"0\.weight of shape \[15, 20\], larger than \[10, 20\]"):
+        tnvp.load(tmp_path / "model.pt", into=nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 2)))

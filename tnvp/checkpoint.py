@@ -69,7 +69,7 @@ def _read(path: Path) -> dict:
         raise CheckpointError(f"there is no model file {path}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError) as error:
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, LookupError) as error:
         raise CheckpointError(f"{path} is damaged or no file of tnvp.save ({type(error).__name__})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by tnvp.save (format {FORMAT})")
@@ -92,6 +92,11 @@ def resize(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
         module = model.get_submodule(layer)
         old = getattr(module, tensor)
         reshaped = old is None or old.shape != state[name].shape
+        if old is not None and any(new > own for new, own in zip(state[name].shape, old.shape, strict=False)):
+            raise CheckpointError(
+                f"{source} has {name} of shape {list(state[name].shape)}, larger than {list(old.shape)} in "
+                f"{type(model).__name__}: load it into the class and arguments it was made with"
+            )
         if (reshaped and kind_of(module) is None) or (old is not None and old.dim() != state[name].dim()):
             raise CheckpointError(
                 f"{source} has {name} of shape {list(state[name].shape)}, {type(model).__name__} "

@@ -169,3 +169,9 @@ def test_two_optimizers_follow_together_and_one_left_out_is_told_of():
 def test_a_wrapper_is_refused_with_the_way_out(wrap):
     with pytest.raises(tnvp.PruningError, match=r"give the Pruner model\.(module|_orig_mod)"):
         tnvp.Pruner(wrap(mlp()), example_inputs=torch.randn(2, 7))
+
+
+def test_a_forgotten_optimizer_is_told_of():
+    model, _, batch = trained("mlp")
+    with pytest.warns(UserWarning, match="knows no optimizer"):
+        recorded(model, batch).prune(sparsity=0.5)

@@ -309,6 +309,12 @@ class Pruner:
     def _warn_of_strangers(self, changes: list[ParameterChange], trained: set[str]) -> None:
         """A parameter that only another optimizer holds would silently stop learning."""
         names = [f"{c.layer}.{c.tensor}" for c in changes if isinstance(c.old, nn.Parameter) and c.old.requires_grad]
+        if not self._optimizers and any(c.old is not None and c.old.grad is not None for c in changes):
+            warnings.warn(
+                "the Pruner knows no optimizer, but the network has gradients: an optimizer made before goes on with the "
+                "old parameters. Give it, Pruner(optimizer=…), or make a new one now",
+                stacklevel=5,
+            )
         if self._optimizers and (strangers := [name for name in names if name not in trained]):
             warnings.warn(
                 f"the Pruner's optimizer does not hold {', '.join(strangers)}: if another one trains them, "
