@@ -45,7 +45,7 @@ def main() -> int:
         CONFIGS.update(compose(flags))
         sys.argv[1:] = arguments_for_hydra(flags)
         job()
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra has plain ValueErrors too
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         print(explain(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

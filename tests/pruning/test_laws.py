@@ -175,3 +175,33 @@ def test_a_forgotten_optimizer_is_told_of():
     model, _, batch = trained("mlp")
     with pytest.warns(UserWarning, match="knows no optimizer"):
         recorded(model, batch).prune(sparsity=0.5)
+
+
+@pytest.mark.parametrize("layer", [2, 4])
+def test_a_bias_that_a_hook_computes_would_lose_the_fold(layer):
+    model = mlp().double()
+    torch.nn.utils.prune.l1_unstructured(model[layer], "bias", amount=1)
+    model(torch.randn(8, 7, dtype=torch.float64))
+    groups = {group.name: group for group in tnvp.explain(model, torch.randn(8, 7, dtype=torch.float64))}
+    reader = groups["0" if layer == 2 else "2"]
+    assert not reader.prunable and f"a hook computes {layer}.bias" in reader.reason
+    with pytest.raises(tnvp.PruningError, match="a hook computes"):
+        tnvp.Pruner(model, groups=[tnvp.NeuronGroup(producers=[str(layer - 2)], consumers=[str(layer)])])
+
+
+def test_pruning_in_inference_mode_is_refused():
+    model, _, batch = trained("mlp")
+    pruner = recorded(model, batch)
+    with torch.inference_mode(), pytest.raises(tnvp.PruningError, match="inference_mode"):
+        pruner.prune(sparsity=0.5)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_takes_no_new_bias_and_nothing_changes():
+    model = mlp(bias=False)
+    optimizer = torch.optim.Muon(model.parameters())
+    before = list(model.parameters())
+    x = torch.randn(8, 7)
+    with pytest.raises(tnvp.PruningError, match="Muon"):
+        tnvp.Pruner(model, optimizer=optimizer, example_inputs=x).prune(sparsity=0.5, calibration=[x])
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))

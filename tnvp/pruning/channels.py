@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PruningError
-from .layers import kind_of
+from .layers import computed_tensors, kind_of
 
 NO_NEURON = -1
 
@@ -73,6 +73,11 @@ def complete_groups(model: nn.Module, groups: Iterable[NeuronGroup]) -> NeuronGr
     return complete
 
 
+def computed_by_hook(layer: str, tensor: str) -> str:
+    """Why a layer with such a tensor can't be cut."""
+    return f"a hook computes {layer}.{tensor} (weight norm, a pruning mask): remove it first"
+
+
 def shared_parameters(model: nn.Module) -> list[list[str]]:
     """The layers that hold the same parameter, a list for each such parameter."""
     owners: dict[int, list[str]] = {}
@@ -106,6 +111,8 @@ def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
     if layer not in modules:
         raise PruningError(f"a group names the layer {layer!r}, which the model lacks; it has {layer_names(modules)}")
     module, kind = modules[layer], kind_of(modules[layer])
+    if computed := computed_tensors(module):
+        raise PruningError(computed_by_hook(layer, computed[0]))
     if kind is None or (side == "in" and kind.is_passenger):
         raise PruningError(f"layer {layer!r} ({type(module).__name__}) can't be a {side}put layer of a group")
     if kind.is_passenger:

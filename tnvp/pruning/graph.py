@@ -15,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .channels import NO_NEURON, NeuronGroup, NeuronGroups, attributes_restored, evaluating, shared_parameters
+from .channels import (
+    NO_NEURON,
+    NeuronGroup,
+    NeuronGroups,
+    attributes_restored,
+    computed_by_hook,
+    evaluating,
+    shared_parameters,
+)
 from .errors import PruningError
-from .layers import channel_dim, kind_of
+from .layers import channel_dim, computed_tensors, kind_of
 
 
 def find_groups(model: nn.Module, example_inputs) -> NeuronGroups:
@@ -146,8 +154,8 @@ class _Walk(fx.Interpreter):
         for target in self.read_directly:
             self.block_layer(target.rpartition(".")[0], f"the network's code uses {target} itself")
         for name, module in self.modules.items():
-            if kind_of(module) is not None and "weight" not in module._parameters:
-                self.block_layer(name, f"a hook computes {name}.weight (weight norm, a pruning mask): remove it first")
+            for tensor in computed_tensors(module):
+                self.block_layer(name, computed_by_hook(name, tensor))
         for names in shared_parameters(self.model):
             for name in names:
                 self.block_layer(name, f"shares a parameter with another layer ({', '.join(names)})")

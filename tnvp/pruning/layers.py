@@ -48,6 +48,12 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return None
 
 
+def computed_tensors(module: nn.Module) -> list[str]:
+    """Tensors of a layer that are no parameter or buffer: a hook computes them anew, and would undo a cut or a fold."""
+    held = module._parameters.keys() | module._buffers.keys()
+    return [name for name in (kind_of(module).outputs if kind_of(module) else ()) if name not in held]
+
+
 def spatial_dims(module: nn.Module) -> int:
     """Dimensions behind the neurons' in a layer's input and output: 2 for Conv2d, 0 for Linear."""
     name = type(module).__name__

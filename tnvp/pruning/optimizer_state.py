@@ -34,6 +34,11 @@ def plan_migration(optimizer: Optimizer, changes: Iterable[ParameterChange]) -> 
                 state[new] = optimizer.state[old] if change is None else _cut_state(optimizer, change)
             if id(old) in added:
                 bias = added[id(old)].new
+                if type(optimizer).__name__ == "Muon":
+                    raise PruningError(
+                        f"{added[id(old)].layer} has no bias for the constants of removed neurons, and Muon takes matrices "
+                        'only: use compensation="none", or give the layer a bias in another optimizer'
+                    )
                 parameters[-1].append(bias)
                 names[-1].append(name and name.rpartition(".")[0] + ".bias")
                 fresh = _fresh_state(optimizer, group, bias)

@@ -142,6 +142,10 @@ class Pruner:
             flops_reduction=flops_reduction,
             parameter_reduction=parameter_reduction,
         )
+        if torch.is_inference_mode_enabled():
+            raise PruningError(
+                "prune() under torch.inference_mode() would make parameters that can't be trained: leave it"
+            )
         limits = Limits(scope, min_neurons, round_to)
         batches = None if calibration is None else calibration_batches(calibration)
         with self.paused():

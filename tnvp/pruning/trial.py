@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of, evaluating
 from .compensation import replacing
-from .surgery import cuts_for, execute, plan
+from .surgery import Cuts, cuts_for, execute, plan
 
 DIFFERS = "the network computes something else without it: its code may depend on the width"
 RANDOM = "the network is random in eval mode, so that no trial can tell whether it can be cut"
@@ -40,15 +40,15 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
         full, inputs = _in_double(model, inputs)
         pruned = copy_of(full)
         try:
-            execute(pruned, plan(pruned, cuts, {}), cuts)
+            execute(pruned, plan(pruned, cuts, _constants(full, cuts)), cuts)
             with evaluating(pruned):
                 found = pruned(*inputs)
         except Exception as error:
             return f"the network fails without it: {_first_line(error)}"
-        with evaluating(full), replacing(full, _zeros(full, cuts)):
+        with evaluating(full), replacing(full, _replaced(full, cuts)):
             expected = full(*inputs)
         if not _equal(found, expected):
-            with evaluating(full), replacing(full, _zeros(full, cuts)):
+            with evaluating(full), replacing(full, _replaced(full, cuts)):
                 return DIFFERS if _equal(full(*inputs), expected) else RANDOM
         if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
             return "the network fails without it in training mode"
@@ -67,13 +67,21 @@ def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
     return double, wide
 
 
-def _zeros(model: nn.Module, cuts: dict) -> dict[str, tuple[Tensor, Tensor]]:
-    replaced = {}
+def _constants(model: nn.Module, cuts: Cuts) -> dict[str, Tensor]:
+    """A constant other than zero for Linear consumers, whose bias takes it exactly; a padded convolution's does not."""
+    read = {layer: model.get_submodule(layer) for layer, side in cuts if side == "in"}
+    return {name: torch.full((m.in_features,), 0.5) for name, m in read.items() if isinstance(m, nn.Linear)}
+
+
+def _replaced(model: nn.Module, cuts: Cuts) -> dict[str, tuple[Tensor, Tensor]]:
+    """Consumer → its removed positions and the constants that stand there, zeros where none is folded."""
+    replaced, constants = {}, _constants(model, cuts)
     for (layer, side), kept in cuts.items():
         if side == "in":
-            gone = torch.ones(model.get_submodule(layer).weight.shape[1], dtype=torch.bool)
+            width = model.get_submodule(layer).weight.shape[1]
+            gone = torch.ones(width, dtype=torch.bool)
             gone[kept] = False
-            replaced[layer] = (gone.nonzero().flatten(), torch.zeros(int(gone.sum())))
+            replaced[layer] = (gone.nonzero().flatten(), constants.get(layer, torch.zeros(width))[gone])
     return replaced
 
 
