@@ -23,12 +23,17 @@ def calibration_batches(calibration: Iterable) -> list[tuple]:
     return batches
 
 
-def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
+def on_device_of(model: nn.Module, arguments: tuple) -> tuple:
+    """The arguments with their tensors where the model's parameters are."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
     found: list[Tensor] = []
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            output = model(*(x.to(device) if isinstance(x, Tensor) else x for x in batch))
+            output = model(*on_device_of(model, batch))
             found += [leaf.double().cpu() for leaf in tensors_in(output) if leaf.is_floating_point()]
     return found
 

@@ -126,6 +126,11 @@ def layer_names(modules: dict[str, nn.Module]) -> list[str]:
     return [name for name, module in modules.items() if kind_of(module) is not None]
 
 
+def as_arguments(inputs) -> tuple:
+    """What one forward pass takes: a tuple of arguments, or one argument alone."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
 def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy; activations that the network keeps as attributes are copied without their graph."""
     kept = [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and not t.is_leaf]

@@ -19,6 +19,7 @@ from .channels import (
     NO_NEURON,
     NeuronGroup,
     NeuronGroups,
+    as_arguments,
     attributes_restored,
     computed_by_hook,
     evaluating,
@@ -50,11 +51,10 @@ def _traced_groups(model: nn.Module, example_inputs) -> NeuronGroups:
             f"torch.fx can't trace {type(model).__name__} ({error}): pass the groups by hand, "
             'for example groups=[tnvp.NeuronGroup(producers=["fc1"], consumers=["fc2"])]'
         ) from error
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     walk = _Walk(model, graph)
     with evaluating(model), torch.no_grad():
         try:
-            walk.run(*inputs)
+            walk.run(*as_arguments(example_inputs))
         except Exception as error:
             raise PruningError(
                 f"{type(model).__name__} fails on example_inputs: {str(error).splitlines()[0]}"
@@ -165,11 +165,10 @@ class _Walk(fx.Interpreter):
 
     def groups(self) -> list[NeuronGroup]:
         reasons = {self.root(atom): why for atom, why in reversed(self.reasons.items())}
+        tables = {"written": self.written, "carried": self.carried, "read": self.read}
         roots = {
-            side: {
-                name: [self.root(a) if a >= 0 else NO_NEURON for a in atoms.tolist()] for name, atoms in table.items()
-            }
-            for side, table in (("written", self.written), ("carried", self.carried), ("read", self.read))
+            side: {name: [self.root(atom) for atom in atoms.tolist()] for name, atoms in table.items()}
+            for side, table in tables.items()
         }
         families: list[tuple[list[str], dict[int, int]]] = []  # (producers, root → neuron)
         for layer, mine in roots["written"].items():

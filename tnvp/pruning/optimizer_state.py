@@ -34,14 +34,9 @@ def plan_migration(optimizer: Optimizer, changes: Iterable[ParameterChange]) -> 
                 state[new] = optimizer.state[old] if change is None else _cut_state(optimizer, change)
             if id(old) in added:
                 bias = added[id(old)].new
-                if type(optimizer).__name__ == "Muon":
-                    raise PruningError(
-                        f"{added[id(old)].layer} has no bias for the constants of removed neurons, and Muon takes matrices "
-                        'only: use compensation="none", or give the layer a bias in another optimizer'
-                    )
                 parameters[-1].append(bias)
                 names[-1].append(name and name.rpartition(".")[0] + ".bias")
-                fresh = _fresh_state(optimizer, group, bias)
+                fresh = _fresh_state(optimizer, group, bias, added[id(old)].layer)
                 state |= {bias: fresh} if fresh else {}
     return parameters, state, names
 
@@ -66,11 +61,17 @@ def _cut_state(optimizer: Optimizer, change: ParameterChange) -> dict:
     return cut
 
 
-def _fresh_state(optimizer: Optimizer, group: dict, parameter: Tensor) -> dict:
-    """The state a new parameter has in this optimizer: none, with two exceptions.
+def _fresh_state(optimizer: Optimizer, group: dict, parameter: Tensor, layer: str) -> dict:
+    """The state that the new bias of ``layer`` has in this optimizer: none, with two exceptions.
 
     Adagrad makes it in its constructor; fused SGD wants a momentum buffer for all parameters of a group or for none.
+    Muon can't hold a bias at all.
     """
+    if type(optimizer).__name__ == "Muon":  # by name: torch has it only lately, and other packages have theirs
+        raise PruningError(
+            f"{layer} has no bias for the constants of removed neurons, and Muon takes matrices only: "
+            'use compensation="none", or give the layer a bias in another optimizer'
+        )
     if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
         return {"momentum_buffer": torch.zeros_like(parameter)}
     if not isinstance(optimizer, torch.optim.Adagrad):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calibration import calibration_batches, outputs, relative_error
-from .channels import NeuronGroup, NeuronGroups, complete_groups, copy_of, layer_names
+from .calibration import calibration_batches, on_device_of, outputs, relative_error
+from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names
 from .compensation import COMPENSATIONS, constants
 from .cost import flop_count, parameter_count
 from .criteria import CRITERIA, Evidence, Side
@@ -67,7 +67,7 @@ class Pruner:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
         self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
         self.criterion, self.compensation = criterion, compensation
-        self._inputs = example_inputs if isinstance(example_inputs, tuple | None) else (example_inputs,)
+        self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
         self.groups = explain(model, example_inputs) if groups is None else complete_groups(model, groups)
         self._ignore(ignore)
@@ -276,8 +276,7 @@ class Pruner:
     def _count_flops(self, model: nn.Module) -> int | None:
         if self._inputs is None:
             return None
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return flop_count(model, tuple(x.to(device) if isinstance(x, Tensor) else x for x in self._inputs))
+        return flop_count(model, on_device_of(model, self._inputs))
 
     def _flops_reduction(self, model: nn.Module) -> float | None:
         return 1 - self._count_flops(model) / self._flops if self._flops else None
@@ -330,8 +329,7 @@ class Pruner:
 def explain(model: nn.Module, example_inputs: Tensor | tuple) -> NeuronGroups:
     """The network's neuron groups, which layers write, carry and read each, and why some can't be pruned: print it."""
     groups = find_groups(model, example_inputs)
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    for group, why in failing(model, [group for group in groups if group.prunable], inputs):
+    for group, why in failing(model, [group for group in groups if group.prunable], as_arguments(example_inputs)):
         group.prunable, group.reason = False, why
     return groups
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .channels import NeuronGroup
-from .surgery import Cuts
+from .surgery import Cuts, complement
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,19 @@ class PruneReport:
 
 def group_report(group: NeuronGroup, kept: Tensor, scores: Tensor, ids: Tensor) -> GroupReport:
     """The report on ``group``, as it is before the event, when the neurons ``kept`` stay; ``ids`` [N] are those at birth."""
-    gone = torch.ones(group.size, dtype=torch.bool)
-    gone[kept] = False
+    removed = complement(kept, group.size)
     removed_in = {
-        layer: ((neuron >= 0) & gone[neuron.clamp(min=0)]).nonzero().flatten().tolist()
-        for (layer, _), neuron in group.maps.items()
+        layer: torch.isin(neuron, removed).nonzero().flatten().tolist() for (layer, _), neuron in group.maps.items()
     }
     return GroupReport(
         name=group.name,
         producers=group.producers,
         passengers=group.passengers,
         consumers=group.consumers,
-        removed=gone.nonzero().flatten().tolist(),
+        removed=removed.tolist(),
         kept=kept.tolist(),
         scores=scores,
         removed_in=removed_in,
-        removed_ids=ids[gone].tolist(),
+        removed_ids=ids[removed].tolist(),
         kept_ids=ids[kept].tolist(),
     )

@@ -45,6 +45,13 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
     return {where: mask.nonzero().flatten() for where, mask in alive.items()}
 
 
+def complement(kept: Tensor, size: int) -> Tensor:
+    """The indices below ``size`` that are not in ``kept``, in order."""
+    gone = torch.ones(size, dtype=torch.bool)
+    gone[kept] = False
+    return gone.nonzero().flatten()
+
+
 def plan(model: nn.Module, cuts: Cuts, constants: dict[str, Tensor]) -> list[ParameterChange]:
     """All tensors that change, already made; the model is untouched.
 
@@ -70,9 +77,7 @@ def plan(model: nn.Module, cuts: Cuts, constants: dict[str, Tensor]) -> list[Par
 def _bias_after(module: nn.Module, constant: Tensor | None, kept: Tensor | None) -> Tensor | None:
     if constant is None or kept is None:
         return None
-    cut = torch.ones(len(constant), dtype=torch.bool)
-    cut[kept] = False
-    return folded_bias(module, constant, cut.nonzero().flatten())
+    return folded_bias(module, constant, complement(kept, len(constant)))
 
 
 def _change(name, module, tensor, old, source, dims) -> ParameterChange:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of, evaluating
 from .compensation import replacing
-from .surgery import Cuts, cuts_for, execute, plan
+from .surgery import Cuts, complement, cuts_for, execute, plan
 
 DIFFERS = "the network computes something else without it: its code may depend on the width"
 RANDOM = "the network is random in eval mode, so that no trial can tell whether it can be cut"
@@ -38,17 +38,16 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
     cuts = cuts_for(groups, {group.name: torch.arange(0, group.size, 2) for group in groups})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         full, inputs = _in_double(model, inputs)
-        pruned = copy_of(full)
+        pruned, constants = copy_of(full), _constants(full, cuts)
         try:
-            execute(pruned, plan(pruned, cuts, _constants(full, cuts)), cuts)
+            execute(pruned, plan(pruned, cuts, constants), cuts)
             with evaluating(pruned):
                 found = pruned(*inputs)
         except Exception as error:
             return f"the network fails without it: {_first_line(error)}"
-        with evaluating(full), replacing(full, _replaced(full, cuts)):
+        with evaluating(full), replacing(full, _replaced(cuts, constants)):
             expected = full(*inputs)
-        if not _equal(found, expected):
-            with evaluating(full), replacing(full, _replaced(full, cuts)):
+            if not _equal(found, expected):
                 return DIFFERS if _equal(full(*inputs), expected) else RANDOM
         if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
             return "the network fails without it in training mode"
@@ -68,21 +67,15 @@ def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
 
 
 def _constants(model: nn.Module, cuts: Cuts) -> dict[str, Tensor]:
-    """A constant other than zero for Linear consumers, whose bias takes it exactly; a padded convolution's does not."""
+    """Consumer → the constant [P] it reads: 0.5 for Linear, whose bias takes it exactly; 0 for a convolution, padded or not."""
     read = {layer: model.get_submodule(layer) for layer, side in cuts if side == "in"}
-    return {name: torch.full((m.in_features,), 0.5) for name, m in read.items() if isinstance(m, nn.Linear)}
+    return {n: torch.full((m.weight.shape[1],), 0.5 if isinstance(m, nn.Linear) else 0.0) for n, m in read.items()}
 
 
-def _replaced(model: nn.Module, cuts: Cuts) -> dict[str, tuple[Tensor, Tensor]]:
-    """Consumer → its removed positions and the constants that stand there, zeros where none is folded."""
-    replaced, constants = {}, _constants(model, cuts)
-    for (layer, side), kept in cuts.items():
-        if side == "in":
-            width = model.get_submodule(layer).weight.shape[1]
-            gone = torch.ones(width, dtype=torch.bool)
-            gone[kept] = False
-            replaced[layer] = (gone.nonzero().flatten(), constants.get(layer, torch.zeros(width))[gone])
-    return replaced
+def _replaced(cuts: Cuts, constants: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Consumer → its removed positions and the constants that stand there."""
+    removed = {layer: complement(cuts[layer, "in"], len(constant)) for layer, constant in constants.items()}
+    return {layer: (gone, constants[layer][gone]) for layer, gone in removed.items()}
 
 
 def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
@@ -94,8 +87,8 @@ def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
 
 
 def _equal(found, expected) -> bool:
-    pairs = list(zip(tensors_in(found), tensors_in(expected), strict=False))
-    return len(tensors_in(found)) == len(tensors_in(expected)) and all(_close(a, b) for a, b in pairs)
+    ours, theirs = tensors_in(found), tensors_in(expected)
+    return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
