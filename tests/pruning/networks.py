@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import nn
 
-from tnvp.pruning.surgery import folded_bias
+from tnvp.pruning.compensation import compensated
 
 
 def mlp(widths=(7, 11, 9, 4), activation=nn.ReLU, norm=False, dropout=0.0, bias=True) -> nn.Sequential:
@@ -40,24 +40,21 @@ def stir(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def masked_twin(model: nn.Module, report, constants) -> nn.Module:
-    """A full-size copy of ``model`` (taken before the event) in which removed neurons read as zero and their constants
-    already sit in the consumers' biases: what training the masked network means."""
+def masked_twin(model: nn.Module, report, stand_ins) -> nn.Module:
+    """A full-size copy of ``model`` (taken before the event) in which removed neurons read as zero and what stands in for
+    them already sits in the consumers' weights and biases: what training the masked network means."""
     twin = copy.deepcopy(model)
     for (layer, side), kept in report.cuts.items():
         if side == "out":
             continue
         module = twin.get_submodule(layer)
-        width = module.weight.shape[1]
-        mask = torch.zeros(width, dtype=torch.bool)
+        mask = torch.zeros(module.weight.shape[1], dtype=torch.bool)
         mask[kept] = True
-        if layer in constants:
-            removed = (~mask).nonzero().flatten()
-            bias = folded_bias(module, constants[layer], removed)
-            if module.bias is None:
-                module.bias = nn.Parameter(bias)
+        for name, tensor in compensated(module, stand_ins[layer]).items():
+            if getattr(module, name) is None:
+                setattr(module, name, nn.Parameter(tensor))
             else:
-                module.bias.detach().copy_(bias)
+                getattr(module, name).detach().copy_(tensor)
 
         def hook(module, inputs, mask=mask):
             x = inputs[0]

@@ -10,7 +10,7 @@ from torch import nn
 
 import tnvp
 from tnvp.pruning import compensation as compensations
-from tnvp.pruning.compensation import replacing
+from tnvp.pruning.compensation import StandIn, replacing
 
 from .networks import convnet, masked_twin, mlp, stir
 
@@ -72,33 +72,27 @@ def test_rebuilt_equals_masked(network, compensation, monkeypatch):
     model, _, batch = trained(network)
     model.eval()
     before = copy.deepcopy(model)
-    used = spy_on_constants(monkeypatch)
+    used = spy_on_stand_ins(monkeypatch)
     report = recorded(model, batch, compensation=compensation).prune(sparsity=0.6)
     x = batch(99)[0]
-    replaced = {}
-    for (layer, side), kept in report.cuts.items():
-        if side == "in":
-            width = before.get_submodule(layer).weight.shape[1]
-            removed = torch.tensor([i for i in range(width) if i not in set(kept.tolist())])
-            constant = used[layer][removed] if layer in used else torch.zeros(len(removed))
-            replaced[layer] = (removed, constant)
-    with replacing(before, replaced):
+    assert used.keys() == {layer for layer, side in report.cuts if side == "in"}
+    with replacing(before, used):
         expected = before(x)
     assert report.neuron_sparsity == pytest.approx(0.6, abs=0.05)
     assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in before.parameters())
     torch.testing.assert_close(model(x), expected, rtol=1e-8, atol=1e-10)
 
 
-def spy_on_constants(monkeypatch) -> dict[str, torch.Tensor]:
-    """The constants that the next event folds."""
-    used: dict[str, torch.Tensor] = {}
-    real = compensations.constants
+def spy_on_stand_ins(monkeypatch) -> dict[str, StandIn]:
+    """What stands in for removed neurons at the next event."""
+    used: dict[str, StandIn] = {}
+    real = compensations.stand_ins
 
     def spy(*args):
         used.update(real(*args))
         return used
 
-    monkeypatch.setattr("tnvp.pruning.pruner.constants", spy)
+    monkeypatch.setattr("tnvp.pruning.pruner.stand_ins", spy)
     return used
 
 
@@ -109,7 +103,7 @@ def test_steps_after_surgery_equal_steps_of_the_masked_network(network, optimize
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # random masks of different shapes can't be equal
-    used = spy_on_constants(monkeypatch)
+    used = spy_on_stand_ins(monkeypatch)
     before = copy.deepcopy(model)
     states = {name: copy.deepcopy(made.state[p]) for name, p in model.named_parameters() if p in made.state}
     report = recorded(model, batch, optimizer=made).prune(sparsity=0.5)

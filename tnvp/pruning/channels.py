@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import PruningError
-from .layers import computed_tensors, kind_of
-
-NO_NEURON = -1
+from .layers import ATTENTION, computed_tensors, kind_of, width
 
 
 @dataclass(eq=False)
@@ -24,8 +22,8 @@ class NeuronGroup:
     """Neurons that live or die together, and the layers they touch, by qualified module name.
 
     By hand, for networks that torch.fx can't trace: ``NeuronGroup(producers=["fc1"], consumers=["fc2"])``; the rest is
-    read off the layers. ``maps[layer, side]`` (side "in" or "out") tells the neuron at each position of that layer's
-    own dimension, −1 where the position belongs to another group.
+    read off the layers. ``mixers`` are the passengers behind which pruning is approximate. ``maps[layer, side]`` (side
+    "in" or "out") tells the neuron at each position of that layer's own dimension, −1 where it belongs to another group.
     """
 
     name: str = ""
@@ -35,6 +33,7 @@ class NeuronGroup:
     size: int = 0
     prunable: bool = True
     reason: str = ""
+    mixers: list[str] = field(default_factory=list)
     maps: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
 
@@ -98,12 +97,19 @@ def _complete(modules: dict[str, nn.Module], group: NeuronGroup) -> NeuronGroup:
     size = 0
     for side, layers in (("out", [*group.producers, *group.passengers]), ("in", group.consumers)):
         for layer in layers:
-            width = _width(modules, layer, side)
-            size = size or width
-            if width % size or (side == "out" and width != size):
-                raise PruningError(f"layer {layer!r} has {width} {side}puts, which don't fit {size} neurons")
-            maps[layer, side] = torch.arange(size).repeat_interleave(width // size)
-    return NeuronGroup(name, list(group.producers), list(group.passengers), list(group.consumers), size, maps=maps)
+            positions = _width(modules, layer, side)
+            if kind_of(modules[layer]) is ATTENTION and side == "out":  # heads, of three in-projections
+                heads = modules[layer].num_heads
+                maps[layer, side] = torch.arange(heads).repeat_interleave(positions // 3 // heads).repeat(3)
+                size = size or heads
+                continue
+            size = size or positions
+            if positions % size or (side == "out" and positions != size):
+                raise PruningError(f"layer {layer!r} has {positions} {side}puts, which don't fit {size} neurons")
+            maps[layer, side] = torch.arange(size).repeat_interleave(positions // size)
+    mixers = [layer for layer in group.passengers if kind_of(modules[layer]).is_mixer]
+    lists = (list(group.producers), list(group.passengers), list(group.consumers))
+    return NeuronGroup(name, *lists, size, mixers=mixers, maps=maps)
 
 
 def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
@@ -113,12 +119,9 @@ def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
     module, kind = modules[layer], kind_of(modules[layer])
     if computed := computed_tensors(module):
         raise PruningError(computed_by_hook(layer, computed[0]))
-    if kind is None or (side == "in" and kind.is_passenger):
+    if kind is None or not (kind.outputs if side == "out" else kind.inputs):
         raise PruningError(f"layer {layer!r} ({type(module).__name__}) can't be a {side}put layer of a group")
-    if kind.is_passenger:
-        return module.num_features
-    tensor, dim = next(iter((kind.outputs if side == "out" else kind.inputs).items()))
-    return getattr(module, tensor).shape[dim]
+    return width(module, side)
 
 
 def layer_names(modules: dict[str, nn.Module]) -> list[str]:

@@ -35,7 +35,7 @@ def plan_migration(optimizer: Optimizer, changes: Iterable[ParameterChange]) -> 
             if id(old) in added:
                 bias = added[id(old)].new
                 parameters[-1].append(bias)
-                names[-1].append(name and name.rpartition(".")[0] + ".bias")
+                names[-1].append(name and f"{name.rpartition('.')[0]}.{added[id(old)].tensor}")
                 fresh = _fresh_state(optimizer, group, bias, added[id(old)].layer)
                 state |= {bias: fresh} if fresh else {}
     return parameters, state, names

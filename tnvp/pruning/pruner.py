@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from .calibration import calibration_batches, on_device_of, outputs, relative_error
 from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names
-from .compensation import COMPENSATIONS, constants
+from .compensation import COMPENSATIONS, StandIn, stand_ins
 from .cost import flop_count, parameter_count
 from .criteria import CRITERIA, Evidence, Side
 from .errors import PruningError
 from .graph import find_groups
-from .layers import kind_of
+from .layers import weights_by_position
 from .optimizer_state import check_kind, check_membership, execute_migration, known_names, plan_migration
 from .recorder import Recorder, TraceRow
 from .report import PruneReport, group_report
@@ -41,6 +41,7 @@ class Pruner:
         ignore: names of layers whose neurons stay.
         groups: neuron groups by hand, for networks that can't be traced.
         averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
+        approximate: prune behind mixers such as LayerNorm too, where the rebuilt network differs from the masked one.
         seed: of the criterion "random".
 
     Raises:
@@ -59,6 +60,7 @@ class Pruner:
         ignore: Iterable[str] = (),
         groups: Sequence[NeuronGroup] | None = None,
         averaged: Iterable[nn.Module] = (),
+        approximate: bool = False,
         seed: int = 0,
     ):
         _choose("criterion", criterion, CRITERIA)
@@ -69,7 +71,7 @@ class Pruner:
         self.criterion, self.compensation = criterion, compensation
         self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
-        self.groups = explain(model, example_inputs) if groups is None else complete_groups(model, groups)
+        self.groups = explain(model, example_inputs, approximate) if groups is None else complete_groups(model, groups)
         self._ignore(ignore)
         self._proven = groups is None
         self._prove(self._inputs)
@@ -159,7 +161,9 @@ class Pruner:
         kept = self._select(requested, scores, limits)
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
-        values = constants(self.compensation, self.model, cut_groups, calibrated or self._recorder, self._inputs)
+        read = {layer: kept_there for (layer, side), kept_there in cuts.items() if side == "in"}
+        recorder = calibrated or self._recorder
+        values = stand_ins(self.compensation, self.model, cut_groups, read, recorder, self._inputs)
         groups = [
             group_report(g, kept[g.name], scores[g.name], self._recorder.ids[g.name]) for g in self.groups if g.prunable
         ]
@@ -197,10 +201,9 @@ class Pruner:
     def _evidence(self, group: NeuronGroup, recorder: Recorder) -> Evidence:
         def side(name: str, direction: str) -> Side:
             module = self.model.get_submodule(name)
-            dim = (kind_of(module).outputs if direction == "out" else kind_of(module).inputs)["weight"]
             watched = (name, direction) in recorder.signals(group)
             moments = recorder.moments((name, direction)) if watched else None
-            return Side(module.weight.detach().movedim(dim, 0), group.maps[name, direction], moments)
+            return Side(weights_by_position(module, direction), group.maps[name, direction], moments)
 
         return Evidence(
             group=group.name,
@@ -231,7 +234,7 @@ class Pruner:
 
         return keep_by_reduction(scores, self._original, value, limits, reduction)
 
-    def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, Tensor]) -> None:
+    def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, StandIn]) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""
         changes = plan(self.model, cuts, values)
         copies = [self._copy_of(averaged) for averaged in self.averaged]
@@ -239,7 +242,8 @@ class Pruner:
         migrations = [(optimizer, plan_migration(optimizer, changes)) for optimizer in self._optimizers]
         trained = set().union(*(known_names(self.model, optimizer) for optimizer in self._optimizers))
         self._warn_of_strangers(changes, trained)
-        trained |= {f"{c.layer}.bias" for c in changes if c.beside is not None and f"{c.layer}.weight" in trained}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        trained |= {f"{c.layer}.{c.tensor}" for c in changes if names.get(id(c.beside)) in trained}
         execute(self.model, changes, cuts)
         for averaged, its_changes in zip(copies, copy_changes, strict=True):
             execute(averaged, its_changes, cuts)
@@ -326,9 +330,9 @@ class Pruner:
             )
 
 
-def explain(model: nn.Module, example_inputs: Tensor | tuple) -> NeuronGroups:
+def explain(model: nn.Module, example_inputs: Tensor | tuple, approximate: bool = False) -> NeuronGroups:
     """The network's neuron groups, which layers write, carry and read each, and why some can't be pruned: print it."""
-    groups = find_groups(model, example_inputs)
+    groups = find_groups(model, example_inputs, approximate)
     for group, why in failing(model, [group for group in groups if group.prunable], as_arguments(example_inputs)):
         group.prunable, group.reason = False, why
     return groups

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .attention import explicit_attention
 from .channels import NeuronGroup
 from .errors import PruningError
 from .layers import channel_dim, layer_input
@@ -105,7 +106,8 @@ class Recorder:
                 module = modules[signal[0]]
                 register = module.register_forward_hook if signal[1] == "out" else module.register_forward_pre_hook
                 handles.append(register(_Hook(self, signal), with_kwargs=True))
-            yield
+            with explicit_attention(self.model):
+                yield
         finally:
             self._recording = False
             for handle in handles:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .channels import NeuronGroup
-from .surgery import Cuts, complement
+from .compensation import complement
+from .surgery import Cuts
 
 
 @dataclass(frozen=True)

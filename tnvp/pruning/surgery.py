@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .attention import become_explicit
 from .channels import NeuronGroup
-from .compensation import folded_bias
-from .layers import kind_of, synchronise_sizes
+from .compensation import StandIn, compensated
+from .layers import ATTENTION, kind_of, synchronise_sizes
 
 Cuts = dict[tuple[str, str], Tensor]  # (layer, "in" or "out") → positions to keep of that dimension
 
 
 @dataclass(frozen=True)
 class ParameterChange:
-    """One tensor of one layer: ``new`` is ``old`` indexed by ``kept`` (dimension → index), or a new bias beside ``beside``."""
+    """One tensor of one layer: ``new`` is cut like ``old`` indexed by ``kept`` (dimension → index), or a bias new beside ``beside``."""
 
     layer: str
     tensor: str
@@ -45,17 +46,10 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
     return {where: mask.nonzero().flatten() for where, mask in alive.items()}
 
 
-def complement(kept: Tensor, size: int) -> Tensor:
-    """The indices below ``size`` that are not in ``kept``, in order."""
-    gone = torch.ones(size, dtype=torch.bool)
-    gone[kept] = False
-    return gone.nonzero().flatten()
-
-
-def plan(model: nn.Module, cuts: Cuts, constants: dict[str, Tensor]) -> list[ParameterChange]:
+def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn]) -> list[ParameterChange]:
     """All tensors that change, already made; the model is untouched.
 
-    ``constants`` (consumer → value [P] of each position it reads) move into the consumers' biases for the positions cut.
+    Each consumer in ``stand_ins`` takes over what stands in for the positions it loses.
     """
     changes = []
     for name, module in model.named_modules():
@@ -63,28 +57,23 @@ def plan(model: nn.Module, cuts: Cuts, constants: dict[str, Tensor]) -> list[Par
         if not sides:
             continue
         kind = kind_of(module)
-        bias = _bias_after(module, constants.get(name), sides.get("in"))
-        for tensor in dict.fromkeys([*kind.outputs, *kind.inputs]):
-            old = getattr(module, tensor)
+        taken = compensated(module, stand_ins[name]) if name in stand_ins and "in" in sides else {}
+        for tensor in dict.fromkeys([*kind.outputs, *kind.inputs, *kind.folds.values()]):
+            old = getattr(module, tensor, None)
             dims = {table[tensor]: sides[side] for side, table in (("out", kind.outputs), ("in", kind.inputs))
                     if side in sides and tensor in table}  # fmt: skip
-            source = bias if tensor == "bias" and bias is not None else old
+            source = taken.get(tensor, old)
             if source is not None and (dims or source is not old):
-                changes.append(_change(name, module, tensor, old, source, dims))
+                beside = getattr(module, next(iter(kind.folds))) if old is None else None
+                changes.append(_change(name, tensor, old, source, dims, beside))
     return changes
 
 
-def _bias_after(module: nn.Module, constant: Tensor | None, kept: Tensor | None) -> Tensor | None:
-    if constant is None or kept is None:
-        return None
-    return folded_bias(module, constant, complement(kept, len(constant)))
-
-
-def _change(name, module, tensor, old, source, dims) -> ParameterChange:
+def _change(name, tensor, old, source, dims, beside) -> ParameterChange:
     new = cut_tensor(source, dims)
     if not isinstance(old, nn.Parameter) and old is not None:
         return ParameterChange(name, tensor, old, new, dims)
-    model_of = old if old is not None else module.weight
+    model_of = old if old is not None else beside
     parameter = nn.Parameter(new, requires_grad=model_of.requires_grad)
     if old is not None:
         if old.grad is not None:
@@ -92,7 +81,7 @@ def _change(name, module, tensor, old, source, dims) -> ParameterChange:
         parameter.__dict__.update(old.__dict__)  # the user's marks, such as weight.no_decay
         parameter._backward_hooks = old._backward_hooks
         parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-    return ParameterChange(name, tensor, old, parameter, dims, beside=module.weight if old is None else None)
+    return ParameterChange(name, tensor, old, parameter, dims, beside)
 
 
 def cut_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
@@ -112,4 +101,7 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
     for change in changes:
         setattr(model.get_submodule(change.layer), change.tensor, change.new)
     for (layer, _), kept in cuts.items():
-        synchronise_sizes(model.get_submodule(layer), len(kept))
+        module = model.get_submodule(layer)
+        if kind_of(module) is ATTENTION:
+            become_explicit(module)
+        synchronise_sizes(module, len(kept))

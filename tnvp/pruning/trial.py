@@ -11,10 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .attention import become_explicit
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of, evaluating
-from .compensation import replacing
-from .surgery import Cuts, complement, cuts_for, execute, plan
+from .compensation import StandIn, constant_stand_in, replacing
+from .layers import absorbs_constants, width
+from .surgery import Cuts, cuts_for, execute, plan
 
 DIFFERS = "the network computes something else without it: its code may depend on the width"
 RANDOM = "the network is random in eval mode, so that no trial can tell whether it can be cut"
@@ -22,60 +24,85 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest output;
 
 
 def failing(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> list[tuple[NeuronGroup, str]]:
-    """The groups that can't be cut, each with what happened when half its neurons went in a copy of the network."""
+    """The groups that can't be cut, each with what happened when part of its neurons went in a copy of the network.
+
+    Behind a mixer nothing can be equal: such groups need only leave a network that runs.
+    """
     groups = [group for group in groups if group.size > 1]
+    exact = [group for group in groups if not group.mixers]
+    mixed = [group for group in groups if group.mixers]
+    return _failing(model, exact, inputs) + _failing(model, mixed, inputs)
+
+
+def _failing(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> list[tuple[NeuronGroup, str]]:
     if not groups or not (trouble := _trouble(model, groups, inputs)):
         return []
     if len(groups) == 1:
         return [(groups[0], trouble)]
     middle = len(groups) // 2
-    found = failing(model, groups[:middle], inputs) + failing(model, groups[middle:], inputs)
+    found = _failing(model, groups[:middle], inputs) + _failing(model, groups[middle:], inputs)
     return found or [(group, f"fails together with other groups: {trouble}") for group in groups]
 
 
 def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> str:
-    """What goes wrong when every second neuron of all ``groups`` is cut; "" if nothing does."""
-    cuts = cuts_for(groups, {group.name: torch.arange(0, group.size, 2) for group in groups})
+    """What goes wrong when a random part of all ``groups`` is cut; "" if nothing does."""
+    cuts = cuts_for(groups, _random_parts(groups))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         full, inputs = _in_double(model, inputs)
-        pruned, constants = copy_of(full), _constants(full, cuts)
+        pruned, stand_ins = copy_of(full), _stand_ins(full, cuts)
         try:
-            execute(pruned, plan(pruned, cuts, constants), cuts)
+            execute(pruned, plan(pruned, cuts, stand_ins), cuts)
             with evaluating(pruned):
                 found = pruned(*inputs)
         except Exception as error:
             return f"the network fails without it: {_first_line(error)}"
-        with evaluating(full), replacing(full, _replaced(cuts, constants)):
+        with evaluating(full), replacing(full, stand_ins):
             expected = full(*inputs)
-            if not _equal(found, expected):
+            if not any(group.mixers for group in groups) and not _equal(found, expected):
                 return DIFFERS if _equal(full(*inputs), expected) else RANDOM
         if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
             return "the network fails without it in training mode"
     return ""
 
 
+def _random_parts(groups: Sequence[NeuronGroup]) -> dict[str, Tensor]:
+    """A different share of each group's neurons, without pattern: code that counts on equal or regular cuts shows."""
+    generator = torch.Generator().manual_seed(0)
+    parts = {}
+    for group in groups:
+        share = 0.3 + 0.5 * float(torch.rand((), generator=generator))
+        stays = torch.randperm(group.size, generator=generator)[: max(1, int(share * group.size))]
+        parts[group.name] = stays.sort().values
+    return parts
+
+
 def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
     """A copy of the network in float64 where it runs so, and its inputs."""
     try:
-        double = copy_of(model).double()
+        double = _explicit(copy_of(model).double())
         wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
         with evaluating(double):
             double(*wide)
     except (RuntimeError, TypeError):
-        return copy_of(model), inputs
+        return _explicit(copy_of(model)), inputs
     return double, wide
 
 
-def _constants(model: nn.Module, cuts: Cuts) -> dict[str, Tensor]:
-    """Consumer → the constant [P] it reads: 0.5 for Linear, whose bias takes it exactly; 0 for a convolution, padded or not."""
-    read = {layer: model.get_submodule(layer) for layer, side in cuts if side == "in"}
-    return {n: torch.full((m.weight.shape[1],), 0.5 if isinstance(m, nn.Linear) else 0.0) for n, m in read.items()}
+def _explicit(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        become_explicit(module)
+    return model
 
 
-def _replaced(cuts: Cuts, constants: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Consumer → its removed positions and the constants that stand there."""
-    removed = {layer: complement(cuts[layer, "in"], len(constant)) for layer, constant in constants.items()}
-    return {layer: (gone, constants[layer][gone]) for layer, gone in removed.items()}
+def _stand_ins(model: nn.Module, cuts: Cuts) -> dict[str, StandIn]:
+    """Consumer → 0.5 for what it loses, where its bias takes that exactly; 0 elsewhere."""
+    stand_ins = {}
+    for (layer, side), kept in cuts.items():
+        if side == "in":
+            module = model.get_submodule(layer)
+            value = 0.5 if absorbs_constants(module) else 0.0
+            stand_ins[layer] = constant_stand_in(torch.full((width(module, "in"),), value), kept)
+    return stand_ins
 
 
 def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
