@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from .channels import evaluating
 from .errors import PruningError
+from .layers import BATCH_NORMS
 
 
 def calibration_batches(calibration: Iterable) -> list[tuple]:
@@ -36,6 +38,35 @@ def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
             output = model(*on_device_of(model, batch))
             found += [leaf.double().cpu() for leaf in tensors_in(output) if leaf.is_floating_point()]
     return found
+
+
+def recalibrate(model: nn.Module, batches: list[tuple]) -> None:
+    """Measure the batch norms' running statistics anew on ``batches`` (each a forward pass, all with the same weight).
+
+    Everything but the batch norms runs in eval mode. On an error the old statistics are back.
+
+    Raises:
+        PruningError: no batch norm of the network keeps running statistics.
+    """
+    norms = [m for m in model.modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
+    if not norms:
+        raise PruningError("bn_recalibrate: the network has no batch norm with running statistics; leave it out")
+    before = [(norm, norm.momentum, copy.deepcopy(norm._buffers)) for norm in norms]
+    try:
+        with evaluating(model), torch.no_grad():
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a plain mean over the batches
+                norm.training = True
+            for batch in batches:
+                model(*on_device_of(model, batch))
+    except BaseException:
+        for norm, _, buffers in before:
+            norm._buffers.update(buffers)
+        raise
+    finally:
+        for norm, momentum, _ in before:
+            norm.momentum = momentum
 
 
 def tensors_in(output) -> list[Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from .atoms import NO_NEURON
 from .errors import PruningError
 from .layers import ATTENTION, computed_tensors, kind_of, width
 
@@ -165,3 +166,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def shrink(group: NeuronGroup, kept: Tensor) -> None:
+    """Renumber a group's neurons when only ``kept`` stay."""
+    renumbered = torch.full((group.size + 1,), -2)
+    renumbered[kept] = torch.arange(len(kept))
+    renumbered[-1] = NO_NEURON
+    for where, neuron in group.maps.items():
+        new = renumbered[neuron]
+        group.maps[where] = new[new > -2]
+    group.size = len(kept)

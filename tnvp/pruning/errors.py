@@ -1,5 +1,15 @@
 """The one error of the method: bad use, or a network that can't be pruned safely."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class PruningError(ValueError):
     """Raised before anything was changed; the message names the cause, the value and the way out."""
+
+
+def choose(what: str, name: str, table: Iterable[str]) -> None:
+    """Raise unless ``name`` is one of the names in ``table``."""
+    if name not in table:
+        raise PruningError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")

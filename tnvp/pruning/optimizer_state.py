@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import PruningError
-from .surgery import ParameterChange, cut_tensor
+from .surgery import ParameterChange
 
 Migration = tuple[list[list[Tensor]], dict[Tensor, dict], list[list[str]]]
 
@@ -51,7 +52,7 @@ def _cut_state(optimizer: Optimizer, change: ParameterChange) -> dict:
                     f"of shape {list(change.old.shape)}: such a state can't be cut. Make a new optimizer after pruning "
                     "(Pruner(optimizer=None)), or use one with states shaped like its parameters (SGD, Adam, AdamW, …)"
                 )
-            cut[key] = cut_tensor(value, change.kept)
+            cut[key] = change.follow(value)
         elif isinstance(value, list | dict | tuple):
             raise PruningError(
                 f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r}, which can't be cut"
@@ -102,16 +103,44 @@ def check_membership(model: nn.Module, optimizers: Sequence[Optimizer], known: s
         raise PruningError(f"the optimizer lost {', '.join(missing)}")
 
 
-def check_kind(optimizer: Optimizer) -> None:
-    """Refuse at once what could never be cut."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PruningError(
-            "LBFGS keeps its history as flat vectors over all parameters, which can't be cut: "
-            "give the Pruner optimizer=None and make a new LBFGS after pruning"
-        )
+def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse at once what could never be cut, or holds nothing of the model."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise PruningError(
+                "LBFGS keeps its history as flat vectors over all parameters, which can't be cut: "
+                "give the Pruner optimizer=None and make a new LBFGS after pruning"
+            )
+        if not _held_names(model, optimizer):
+            raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
 
 
-def known_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Names of the model's parameters that the optimizer holds."""
+def trained_names(model: nn.Module, optimizers: Iterable[Optimizer], changes: Iterable[ParameterChange]) -> set[str]:
+    """Names of the model's parameters that the optimizers hold, and of those that the changes add beside them."""
+    trained = set().union(*(_held_names(model, optimizer) for optimizer in optimizers))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return trained | {f"{c.layer}.{c.tensor}" for c in changes if c.old is None and names.get(id(c.beside)) in trained}
+
+
+def _held_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name for name, p in model.named_parameters() if id(p) in held}
+
+
+def warn_of_strangers(
+    changes: Sequence[ParameterChange], trained: set[str], optimizers: Sequence[Optimizer], stacklevel: int
+) -> None:
+    """A parameter that only another optimizer holds would silently stop learning."""
+    names = [f"{c.layer}.{c.tensor}" for c in changes if isinstance(c.old, nn.Parameter) and c.old.requires_grad]
+    if not optimizers and any(c.old is not None and c.old.grad is not None for c in changes):
+        warnings.warn(
+            "the Pruner knows no optimizer, but the network has gradients: an optimizer made before goes on with the "
+            "old parameters. Give it, Pruner(optimizer=…), or make a new one now",
+            stacklevel=stacklevel + 1,
+        )
+    if optimizers and (strangers := [name for name in names if name not in trained]):
+        warnings.warn(
+            f"the Pruner's optimizer does not hold {', '.join(strangers)}: if another one trains them, "
+            "it goes on with the old parameters. Give both: Pruner(optimizer=[a, b])",
+            stacklevel=stacklevel + 1,
+        )

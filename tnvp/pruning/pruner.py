@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from numbers import Real
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calibration import calibration_batches, on_device_of, outputs, relative_error
-from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names
-from .compensation import COMPENSATIONS, StandIn, stand_ins
+from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error
+from .certificate import Certificate, certify, excuses, warn_of_disagreement
+from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names, shrink
+from .compensation import COMPENSATIONS, replacing, stand_ins
 from .cost import flop_count, parameter_count
 from .criteria import CRITERIA, Evidence, Side
-from .errors import PruningError
+from .errors import PruningError, choose
 from .graph import find_groups
 from .layers import weights_by_position
-from .optimizer_state import check_kind, check_membership, execute_migration, known_names, plan_migration
+from .optimizer_state import (
+    check_membership,
+    check_optimizers,
+    execute_migration,
+    plan_migration,
+    trained_names,
+    warn_of_strangers,
+)
 from .recorder import Recorder, TraceRow
 from .report import PruneReport, group_report
-from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold
-from .surgery import Cuts, ParameterChange, cuts_for, execute, plan
+from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
+from .surgery import MODES, Cuts, cuts_for, execute, plan
 from .trial import failing
 
 
@@ -42,6 +48,7 @@ class Pruner:
         groups: neuron groups by hand, for networks that can't be traced.
         averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
         approximate: prune behind mixers such as LayerNorm too, where the rebuilt network differs from the masked one.
+        mode: "rebuild" shrinks layers; "mask" makes removed rows zero and keeps them so, until `rebuild`.
         seed: of the criterion "random".
 
     Raises:
@@ -61,14 +68,17 @@ class Pruner:
         groups: Sequence[NeuronGroup] | None = None,
         averaged: Iterable[nn.Module] = (),
         approximate: bool = False,
+        mode: str = "rebuild",
         seed: int = 0,
     ):
-        _choose("criterion", criterion, CRITERIA)
-        _choose("compensation", compensation, COMPENSATIONS)
+        choose("criterion", criterion, CRITERIA)
+        choose("compensation", compensation, COMPENSATIONS)
+        choose("mode", mode, MODES)
         if example_inputs is None and groups is None:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
         self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
-        self.criterion, self.compensation = criterion, compensation
+        self.criterion, self.compensation, self.mode = criterion, compensation, mode
+        self._alive: Kept = {}  # of groups that hold masked neurons, the others
         self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
         self.groups = explain(model, example_inputs, approximate) if groups is None else complete_groups(model, groups)
@@ -76,7 +86,7 @@ class Pruner:
         self._proven = groups is None
         self._prove(self._inputs)
         self._require_something_prunable()
-        self._check_optimizers()
+        check_optimizers(model, self._optimizers)
         self._original = {group.name: group.size for group in self.groups if group.prunable}
         self._parameters, self._flops = parameter_count(model), self._count_flops(model)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
@@ -104,7 +114,7 @@ class Pruner:
     @property
     def widths(self) -> dict[str, int]:
         """Prunable group → neurons alive."""
-        return {group.name: group.size for group in self.groups if group.prunable}
+        return {name: len(alive) for name, alive in self._living().items()}
 
     def reductions(self) -> dict[str, float | None]:
         """How far the network is from the original, as fractions removed: neurons (of prunable groups), parameters, FLOPs."""
@@ -127,57 +137,108 @@ class Pruner:
         min_neurons: int = 1,
         round_to: int = 1,
         calibration: Iterable | None = None,
+        bn_recalibrate: Iterable | None = None,
+        mode: str | None = None,
     ) -> PruneReport:
-        """Remove the neurons of lowest score, and let their consumers' biases take over what they were.
+        """Remove the neurons of lowest score, and let their consumers take over what they were.
 
         Exactly one budget: ``sparsity`` (fraction of the original neurons), ``threshold`` (remove what scores under this
         times its layer's mean; on standard deviations for the variance criteria), ``flops_reduction`` or
         ``parameter_reduction`` (fractions of the original network). ``scope`` "layer" or "global" says where neurons
         compete. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
-        moments serve the compensation (and the scores, if nothing was recorded) and measure ``output_error``.
+        moments serve the compensation (and the scores, if nothing was recorded), and they measure ``output_error`` and the
+        certificate. ``bn_recalibrate``: batches on which running statistics are measured anew afterwards. ``mode``: as in
+        the constructor, for this event.
 
         All or nothing: on any error the model, the optimizer and the averaged copies are as before.
         """
-        requested = _one_budget(
+        requested = one_budget(
             sparsity=sparsity,
             threshold=threshold,
             flops_reduction=flops_reduction,
             parameter_reduction=parameter_reduction,
         )
+        if mode is not None:
+            choose("mode", mode, MODES)
         if torch.is_inference_mode_enabled():
             raise PruningError(
                 "prune() under torch.inference_mode() would make parameters that can't be trained: leave it"
             )
         limits = Limits(scope, min_neurons, round_to)
         batches = None if calibration is None else calibration_batches(calibration)
+        fresh = None if bn_recalibrate is None else calibration_batches(bn_recalibrate)
         with self.paused():
             self._prove(batches[0] if batches else None)
-            return self._event(requested, limits, batches)
+            if fresh is not None:
+                recalibrate(copy_of(self.model), fresh)  # fails now, if ever
+            before, calibrated = self._calibrate(batches)
+            scores = self._scores(calibrated)
+            kept = self._select(requested, scores, limits)
+            report = self._event(requested, kept, scores, mode or self.mode, before, calibrated, batches)
+            if report.certificate is not None:
+                warn_of_disagreement(report.certificate, stacklevel=2)
+            if fresh is None:
+                return report
+            recalibrate(self.model, fresh)
+            after = relative_error(before, outputs(self.model, batches)) if batches else None
+            return replace(report, recalibrated_error=after)
 
-    def _event(self, requested: dict[str, float], limits: Limits, batches: list[tuple] | None) -> PruneReport:
+    def rebuild(self) -> PruneReport:
+        """Shrink the layers to what the masks left: the same network, smaller."""
+        with self.paused():
+            return self._event({}, self._living(), None, "rebuild", [], None, None)
+
+    def recalibrate(self, batches: Iterable) -> None:
+        """Measure the batch norms' running statistics anew on ``batches``, in the form of ``calibration``."""
+        with self.paused():
+            recalibrate(self.model, calibration_batches(batches))
+
+    def _event(
+        self,
+        requested: dict[str, float],
+        kept: Kept,
+        scores: Scores | None,
+        mode: str,
+        before: list[Tensor],
+        calibrated: Recorder | None,
+        batches: list[tuple] | None,
+    ) -> PruneReport:
         started = time.perf_counter()
-        before, calibrated = self._calibrate(batches)
-        scores = self._scores(calibrated)
-        kept = self._select(requested, scores, limits)
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
-        read = {layer: kept_there for (layer, side), kept_there in cuts.items() if side == "in"}
-        recorder = calibrated or self._recorder
-        values = stand_ins(self.compensation, self.model, cut_groups, read, recorder, self._inputs)
+        read = {layer: stays for (layer, side), stays in cuts.items() if side == "in"}
+        how = self.compensation if scores is not None else "none"
+        taken = stand_ins(how, self.model, cut_groups, read, calibrated or self._recorder, self._inputs)
+        masked = self._masked_outputs(taken, batches)
         groups = [
-            group_report(g, kept[g.name], scores[g.name], self._recorder.ids[g.name]) for g in self.groups if g.prunable
+            group_report(g, kept[g.name], scores and scores[g.name], self._recorder.ids[g.name])
+            for g in self.groups
+            if g.prunable
         ]
-        self._operate(kept, cuts, values)
+        self._operate(kept, cuts, taken, mode)
+        after = outputs(self.model, batches) if batches else []
         return PruneReport(
             requested=requested,
+            mode=mode,
             **self.reductions(),
             parameters=parameter_count(self.model),
             flops=self._count_flops(self.model),
-            output_error=None if batches is None else relative_error(before, outputs(self.model, batches)),
+            output_error=relative_error(before, after) if batches else None,
+            certificate=self._certificate(before, masked, after, cut_groups, batches) if before else None,
             seconds=time.perf_counter() - started,
             groups=groups,
             cuts=cuts,
         )
+
+    def _masked_outputs(self, taken, batches: list[tuple] | None) -> list[Tensor]:
+        if batches is None:
+            return []
+        with replacing(self.model, taken):
+            return outputs(self.model, batches)
+
+    def _certificate(self, before, masked, after, groups: list[NeuronGroup], batches: list[tuple]) -> Certificate:
+        dtype = next(p.dtype for p in self.model.parameters())
+        return certify(before, masked, after, len(batches), excuses(self.model, groups), dtype)
 
     def _calibrate(self, batches: list[tuple] | None) -> tuple[list[Tensor], Recorder | None]:
         if batches is None:
@@ -215,7 +276,17 @@ class Pruner:
             generator=self._generator,
         )
 
+    def _living(self) -> Kept:
+        """Prunable group → the neurons that are not masked."""
+        return {g.name: self._alive.get(g.name, torch.arange(g.size)) for g in self.groups if g.prunable}
+
     def _select(self, requested: dict[str, float], scores: Scores, limits: Limits) -> Kept:
+        """The neurons to keep, of those that are not masked."""
+        living = self._living()
+        chosen = self._choose({name: scores[name][alive] for name, alive in living.items()}, requested, limits)
+        return {name: living[name][index] for name, index in chosen.items()}
+
+    def _choose(self, scores: Scores, requested: dict[str, float], limits: Limits) -> Kept:
         ((budget, value),) = requested.items()
         if budget == "sparsity":
             return keep_by_sparsity(scores, self._original, value, limits)
@@ -225,35 +296,44 @@ class Pruner:
         if budget == "flops_reduction" and self._flops is None:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
         measure = self._flops_reduction if budget == "flops_reduction" else self._parameter_reduction
+        living = self._living()
 
-        def reduction(kept: Kept) -> float:
+        def reduction(chosen: Kept) -> float:
             trial = copy_of(self.model)
-            cuts = cuts_for(self.groups, kept)
+            cuts = cuts_for(self.groups, {name: living[name][index] for name, index in chosen.items()})
             execute(trial, plan(trial, cuts, {}), cuts)
             return measure(trial)
 
         return keep_by_reduction(scores, self._original, value, limits, reduction)
 
-    def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, StandIn]) -> None:
+    def _operate(self, kept: Kept, cuts: Cuts, taken, mode: str) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""
-        changes = plan(self.model, cuts, values)
+        changes = plan(self.model, cuts, taken, mode)
         copies = [self._copy_of(averaged) for averaged in self.averaged]
-        copy_changes = [plan(averaged, cuts, values) for averaged in copies]
+        copy_changes = [plan(averaged, cuts, taken, mode) for averaged in copies]
         migrations = [(optimizer, plan_migration(optimizer, changes)) for optimizer in self._optimizers]
-        trained = set().union(*(known_names(self.model, optimizer) for optimizer in self._optimizers))
-        self._warn_of_strangers(changes, trained)
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        trained |= {f"{c.layer}.{c.tensor}" for c in changes if names.get(id(c.beside)) in trained}
+        trained = trained_names(self.model, self._optimizers, changes)
+        warn_of_strangers(changes, trained, self._optimizers, stacklevel=4)
         execute(self.model, changes, cuts)
         for averaged, its_changes in zip(copies, copy_changes, strict=True):
             execute(averaged, its_changes, cuts)
         for optimizer, migration in migrations:
             execute_migration(optimizer, migration)
         check_membership(self.model, self._optimizers, trained)
+        self._follow(kept, cuts, mode)
+
+    def _follow(self, kept: Kept, cuts: Cuts, mode: str) -> None:
+        """What the pruner itself knows of the neurons follows the event."""
+        if mode == "mask":
+            self._alive = kept
+            if self._recorder.window == "since_prune":
+                self._recorder.forget()
+            return
+        self._alive = {}
         self._recorder.select(kept, cuts)
         for group in self.groups:
             if group.prunable:
-                _shrink_group(group, kept[group.name])
+                shrink(group, kept[group.name])
 
     # Reports and checks.
 
@@ -307,28 +387,6 @@ class Pruner:
             return []
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
 
-    def _check_optimizers(self) -> None:
-        for optimizer in self._optimizers:
-            check_kind(optimizer)
-            if not known_names(self.model, optimizer):
-                raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
-
-    def _warn_of_strangers(self, changes: list[ParameterChange], trained: set[str]) -> None:
-        """A parameter that only another optimizer holds would silently stop learning."""
-        names = [f"{c.layer}.{c.tensor}" for c in changes if isinstance(c.old, nn.Parameter) and c.old.requires_grad]
-        if not self._optimizers and any(c.old is not None and c.old.grad is not None for c in changes):
-            warnings.warn(
-                "the Pruner knows no optimizer, but the network has gradients: an optimizer made before goes on with the "
-                "old parameters. Give it, Pruner(optimizer=…), or make a new one now",
-                stacklevel=5,
-            )
-        if self._optimizers and (strangers := [name for name in names if name not in trained]):
-            warnings.warn(
-                f"the Pruner's optimizer does not hold {', '.join(strangers)}: if another one trains them, "
-                "it goes on with the old parameters. Give both: Pruner(optimizer=[a, b])",
-                stacklevel=5,
-            )
-
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple, approximate: bool = False) -> NeuronGroups:
     """The network's neuron groups, which layers write, carry and read each, and why some can't be pruned: print it."""
@@ -336,35 +394,3 @@ def explain(model: nn.Module, example_inputs: Tensor | tuple, approximate: bool 
     for group, why in failing(model, [group for group in groups if group.prunable], as_arguments(example_inputs)):
         group.prunable, group.reason = False, why
     return groups
-
-
-def _choose(what: str, name: str, table: dict) -> None:
-    if name not in table:
-        raise PruningError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
-
-
-def _one_budget(**budgets: float | None) -> dict[str, float]:
-    given = {name: value for name, value in budgets.items() if value is not None}
-    if len(given) != 1:
-        raise PruningError(f"prune() takes exactly one of {', '.join(budgets)}; got {', '.join(given) or 'none'}")
-    ((name, value),) = given.items()
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise PruningError(f"{name} must be a finite number, got {value!r}")
-    if name == "threshold" and value < 0:
-        raise PruningError(f"threshold must be at least 0, got {value}")
-    if name != "threshold" and not 0 <= value < 1:
-        raise PruningError(
-            f"{name} is a fraction in [0, 1), got {value}"
-            + (": did you mean " + f"{value / 100:g}?" if 1 < value < 100 else "")
-        )
-    return {name: float(value)}
-
-
-def _shrink_group(group: NeuronGroup, kept: Tensor) -> None:
-    renumbered = torch.full((group.size + 1,), -2)
-    renumbered[kept] = torch.arange(len(kept))
-    renumbered[-1] = -1
-    for where, neuron in group.maps.items():
-        new = renumbered[neuron]
-        group.maps[where] = new[new > -2]
-    group.size = len(kept)

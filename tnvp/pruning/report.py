@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .certificate import Certificate
 from .channels import NeuronGroup
 from .compensation import complement
 from .surgery import Cuts
@@ -22,7 +23,7 @@ class GroupReport:
     consumers: list[str]
     removed: list[int]
     kept: list[int]
-    scores: Tensor  # [N], higher is more needed
+    scores: Tensor | None  # [N], higher is more needed; None where nothing was scored, as by `rebuild`
     removed_in: dict[str, list[int]]  # layer → indices removed on that layer's own dimension
     removed_ids: list[int]  # the removed neurons' ids at birth
     kept_ids: list[int]
@@ -30,7 +31,7 @@ class GroupReport:
     @property
     def threshold(self) -> float | None:
         """The highest score among the removed neurons; None if none was removed."""
-        return float(self.scores[self.removed].max()) if self.removed else None
+        return float(self.scores[self.removed].max()) if self.removed and self.scores is not None else None
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,31 @@ class PruneReport:
     parameters: int
     flops: int | None  # of example_inputs, one forward pass
     output_error: float | None  # ‖after − before‖ / ‖before‖ over the calibration batches' outputs
+    certificate: Certificate | None  # what was predicted of that, and what was not
     seconds: float
     groups: list[GroupReport] = field(repr=False)
     cuts: Cuts = field(repr=False)
+    mode: str = "rebuild"
+    recalibrated_error: float | None = (
+        None  # output_error after the batch norms' recalibration, where that was asked for
+    )
 
     def __str__(self) -> str:
-        asked = ", ".join(f"{name} {value:g}" for name, value in self.requested.items())
+        asked = ", ".join(f"asked for {name} {value:g}" for name, value in self.requested.items()) or "rebuilt"
         lines = [
-            f"asked for {asked}: {self.neuron_sparsity:.1%} of the neurons and "
+            f"{asked}: {self.neuron_sparsity:.1%} of the neurons and "
             f"{self.parameter_sparsity:.1%} of the parameters are gone"
             + (f", FLOPs down {self.flops_reduction:.1%}" if self.flops_reduction is not None else "")
         ]
+        if self.mode == "mask":
+            lines[0] += "; masked only: shapes and speed are as before until rebuild()"
+        if self.output_error is not None:
+            lines.append(f"the output changed by {self.output_error:.2%} on the calibration data")
         lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
         return "\n".join(lines)
 
 
-def group_report(group: NeuronGroup, kept: Tensor, scores: Tensor, ids: Tensor) -> GroupReport:
+def group_report(group: NeuronGroup, kept: Tensor, scores: Tensor | None, ids: Tensor) -> GroupReport:
     """The report on ``group``, as it is before the event, when the neurons ``kept`` stay; ``ids`` [N] are those at birth."""
     removed = complement(kept, group.size)
     removed_in = {

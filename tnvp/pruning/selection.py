@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -120,3 +121,21 @@ def keep_by_reduction(
         else:
             low = middle + 1
     return keep_by_sparsity(scores, original, low / total, limits)
+
+
+def one_budget(**budgets: float | None) -> dict[str, float]:
+    """The one budget that was given, checked."""
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if len(given) != 1:
+        raise PruningError(f"prune() takes exactly one of {', '.join(budgets)}; got {', '.join(given) or 'none'}")
+    ((name, value),) = given.items()
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise PruningError(f"{name} must be a finite number, got {value!r}")
+    if name == "threshold" and value < 0:
+        raise PruningError(f"threshold must be at least 0, got {value}")
+    if name != "threshold" and not 0 <= value < 1:
+        raise PruningError(
+            f"{name} is a fraction in [0, 1), got {value}"
+            + (": did you mean " + f"{value / 100:g}?" if 1 < value < 100 else "")
+        )
+    return {name: float(value)}

@@ -1,4 +1,6 @@
-"""Smaller parameters in place of the old ones: first a plan, in which anything may fail, then its execution, which can't.
+"""New parameters in place of the old ones: first a plan, in which anything may fail, then its execution, which can't.
+
+Mode "rebuild" makes them smaller; "mask" keeps their shapes and makes zero what would have gone, for as long as it trains.
 
 Assigning to ``.data`` would keep the leaf and its AccumulateGrad node, which remembers the old shape, and the next backward
 fails. Every changed parameter is therefore a new `nn.Parameter`.
@@ -6,15 +8,15 @@ fails. Every changed parameter is therefore a new `nn.Parameter`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .attention import become_explicit
 from .channels import NeuronGroup
-from .compensation import StandIn, compensated
+from .compensation import StandIn, compensated, complement
 from .layers import ATTENTION, kind_of, synchronise_sizes
 
 Cuts = dict[tuple[str, str], Tensor]  # (layer, "in" or "out") → positions to keep of that dimension
@@ -22,7 +24,7 @@ Cuts = dict[tuple[str, str], Tensor]  # (layer, "in" or "out") → positions to 
 
 @dataclass(frozen=True)
 class ParameterChange:
-    """One tensor of one layer: ``new`` is cut like ``old`` indexed by ``kept`` (dimension → index), or a bias new beside ``beside``."""
+    """One tensor of one layer: ``new`` follows from ``old`` by ``kept`` (dimension → index), or is a bias new beside ``beside``."""
 
     layer: str
     tensor: str
@@ -30,6 +32,11 @@ class ParameterChange:
     new: Tensor
     kept: dict[int, Tensor]
     beside: nn.Parameter | None = None
+    mode: str = "rebuild"
+
+    def follow(self, tensor: Tensor) -> Tensor:
+        """What a tensor shaped like ``old``, such as a gradient or a momentum, becomes."""
+        return MODES[self.mode](tensor, self.kept)
 
 
 def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
@@ -46,7 +53,7 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
     return {where: mask.nonzero().flatten() for where, mask in alive.items()}
 
 
-def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn]) -> list[ParameterChange]:
+def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn], mode: str = "rebuild") -> list[ParameterChange]:
     """All tensors that change, already made; the model is untouched.
 
     Each consumer in ``stand_ins`` takes over what stands in for the positions it loses.
@@ -65,23 +72,23 @@ def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn]) -> list[Pa
             source = taken.get(tensor, old)
             if source is not None and (dims or source is not old):
                 beside = getattr(module, next(iter(kind.folds))) if old is None else None
-                changes.append(_change(name, tensor, old, source, dims, beside))
+                changes.append(_change(ParameterChange(name, tensor, old, source, dims, beside, mode)))
     return changes
 
 
-def _change(name, tensor, old, source, dims, beside) -> ParameterChange:
-    new = cut_tensor(source, dims)
-    if not isinstance(old, nn.Parameter) and old is not None:
-        return ParameterChange(name, tensor, old, new, dims)
-    model_of = old if old is not None else beside
-    parameter = nn.Parameter(new, requires_grad=model_of.requires_grad)
+def _change(raw: ParameterChange) -> ParameterChange:
+    """The change whose ``new`` is still of full size, carried out."""
+    old, new = raw.old, raw.follow(raw.new)
+    if old is not None and not isinstance(old, nn.Parameter):
+        return replace(raw, new=new)
+    parameter = nn.Parameter(new, requires_grad=(raw.beside if old is None else old).requires_grad)
     if old is not None:
         if old.grad is not None:
-            parameter.grad = cut_tensor(old.grad, dims)
+            parameter.grad = raw.follow(old.grad)
         parameter.__dict__.update(old.__dict__)  # the user's marks, such as weight.no_decay
         parameter._backward_hooks = old._backward_hooks
         parameter._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-    return ParameterChange(name, tensor, old, parameter, dims, beside)
+    return replace(raw, new=parameter)
 
 
 def cut_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
@@ -96,12 +103,41 @@ def cut_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
     return new
 
 
+def zeroed_tensor(tensor: Tensor, kept: dict[int, Tensor]) -> Tensor:
+    """A new tensor of the same shape, zero outside the kept indices of each dimension."""
+    new = tensor.detach().clone()
+    for dim, index in kept.items():
+        new.index_fill_(dim, complement(index, new.shape[dim]).to(new.device), 0)
+    return new
+
+
+MODES: dict[str, Callable[[Tensor, dict[int, Tensor]], Tensor]] = {"rebuild": cut_tensor, "mask": zeroed_tensor}
+
+
+class _Hold:
+    """A gradient hook that keeps masked entries where they are; their values, gradients and optimizer state are zero already."""
+
+    def __init__(self, kept: dict[int, Tensor]):
+        self.kept = kept
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return zeroed_tensor(gradient, self.kept)
+
+
 def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) -> None:
     """Put the planned tensors in place; names, hooks, device, dtype and training mode stay."""
+    masking = False
     for change in changes:
         setattr(model.get_submodule(change.layer), change.tensor, change.new)
-    for (layer, _), kept in cuts.items():
-        module = model.get_submodule(layer)
-        if kind_of(module) is ATTENTION:
-            become_explicit(module)
-        synchronise_sizes(module, len(kept))
+        masking = masking or change.mode == "mask"
+        if change.new._backward_hooks:
+            for key in [key for key, hook in change.new._backward_hooks.items() if isinstance(hook, _Hold)]:
+                del change.new._backward_hooks[key]
+        if change.mode == "mask" and change.new.requires_grad and change.kept:
+            change.new.register_hook(_Hold(change.kept))
+    if not masking:
+        for (layer, _), kept in cuts.items():
+            module = model.get_submodule(layer)
+            if kind_of(module) is ATTENTION:
+                become_explicit(module)
+            synchronise_sizes(module, len(kept))
