@@ -23,7 +23,8 @@ from .channels import (
 )
 from .errors import PruningError
 from .layers import computed_tensors, kind_of
-from .rules import Fields, fields_in, follow_widths, rule_of
+from .rules import follow_widths, rule_of
+from .rules.base import Fields, fields_in
 
 
 def find_groups(model: nn.Module, example_inputs, approximate: bool = False) -> NeuronGroups:
