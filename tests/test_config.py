@@ -371,7 +371,7 @@ def command(monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         ("dataset=mnits", "dataset=mnits is not one of cifar10, cifar100, digits, "),
-        ("experiment=none", "experiment=none is not one of cifar_cnn, cifar_mlp, digits, "),
+        ("experiment=none", "experiment=none is not one of cifar_cnn, cifar_mlp, cifar_resnet20, "),
         ("pruning.sparsitty=0.9", "unknown key pruning.sparsitty: did you mean pruning.sparsity?"),
         ("+pruning.sparsitty=0.9", "unknown key pruning.sparsitty: did you mean pruning.sparsity?"),
         ("experiment=cifar_mlp model=tutorial_cnn", "In 'experiment/cifar_mlp': unknown key model.widths: "),
