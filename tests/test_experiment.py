@@ -180,7 +180,7 @@ def test_an_experiment_runs_on_small_images_too(experiment_name, model, tmp_path
     small = ["dataset=digits", "epochs=1", "pruning.finetune_epochs=1", "tracking=none", "progress=false"]
     made = compose(f"experiment={experiment_name}", *small, *model, f"runs={tmp_path}")
     summary = experiment.run(made)
-    assert 0 < summary["neuron_sparsity"] <= 0.5
+    assert 0 < summary["neuron_sparsity"] <= 0.55  # of 3 heads, 2 go
     loaded = tnvp.load(RunDirectory.open(experiment.run_path(made)).model_path)
     assert summary["parameters"] == sum(p.numel() for p in loaded.parameters())
 
