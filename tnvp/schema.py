@@ -15,6 +15,7 @@ from .pruning.compensation import COMPENSATIONS
 from .pruning.criteria import CRITERIA
 from .pruning.recorder import WINDOWS
 from .pruning.selection import SCOPES
+from .pruning.surgery import MODES
 from .training import PRECISIONS, SCHEDULES
 
 
@@ -237,6 +238,12 @@ class ActivePruning(Pruning):
     """Which steps the moments cover: all since the start, since the last event, or an exponential average."""
     calibration_batches: int = number("[1, inf)")
     """Training batches of the pass in eval mode that means for the compensation are measured on."""
+    bn_recalibrate: int = number("[0, inf)")
+    """Training batches on which the batch norms' running statistics are measured anew after each event; 0: kept."""
+    mode: str = one_of(MODES)
+    """rebuild shrinks layers at the event; mask makes removed rows zero until the end of the run."""
+    approximate: bool
+    """Prune behind layer norms too, where the pruned network differs from the masked one."""
     ignore: list[str] = text(r".+", "a layer's name, not empty")
     """Layers that are left alone, by their names in the network."""
 
