@@ -31,6 +31,10 @@ ZOO = {
     "mlp": {"name": "mlp", "widths": (20, 12), "batch_norm": True, "dropout": 0.1, "activation": "gelu"},
     "lenet_300_100": {"name": "lenet_300_100"},
     "tutorial_cnn": {"name": "tutorial_cnn"},
+    "vgg11_bn": {"name": "vgg11_bn", "width": 0.1},
+    "resnet20": {"name": "resnet20", "width": 4},
+    "vit_tiny": {"name": "vit_tiny", "dim": 12, "depth": 2},
+    "torchvision": {"name": "resnet18", "library": "torchvision"},
 }
 
 

@@ -28,7 +28,7 @@ EXPERIMENTS = sorted(path.stem for path in (run.CONF / "experiment").glob("*.yam
 ANOTHER = {  # a right value other than the default, where adding 1 or taking the next choice gives none
     "dataset.validation_fraction": 0.2, "dataset.mean": [0.4], "dataset.std": [0.2],
     "dataset.root": "elsewhere", "dataset.folder": "pictures",
-    "model.widths": [128, 65], "model.dropout": 0.2, "optimizer.momentum": 0.5,
+    "model.widths": [128, 65], "model.dropout": 0.2, "model.dim": 384, "model.heads": 6, "optimizer.momentum": 0.5,
     "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "pruning.sparsity": 0.25, "pruning.ignore": ["fc1"],
     "study": "other", "name": "mine", "device": "cpu", "runs": "elsewhere",
 }  # fmt: skip
@@ -49,7 +49,9 @@ def pool():
 
 def chosen(pool, choice):
     group, _, name = choice.partition("=")
-    return next(config for config in pool if getattr(config, group).name == name)
+    values = (getattr(config, group) for config in pool)
+    picked = [getattr(value, "library", value.name) == name for value in values]
+    return pool[picked.index(True)]
 
 
 def leaves(config):
@@ -146,10 +148,17 @@ def test_every_choice_has_a_file_a_schema_and_what_it_names():
     for group, choices in SCHEMAS.items():
         assert set(choices) == {path.stem for path in (run.CONF / group).glob("*.yaml")}
     assert list(SCHEMAS["dataset"]) == list(DATASETS)
-    assert list(SCHEMAS["model"]) == list(models.MODELS)
+    assert list(SCHEMAS["model"]) == [*models.MODELS, *models.LIBRARIES]
     assert list(SCHEMAS["optimizer"]) == list(training.OPTIMIZERS)
     modes = next(field for field in fields(schema.WandbTracking) if field.name == "mode").metadata["choices"]
     assert set(modes) == set(MODES)
+
+
+def test_a_torchvision_network_is_chosen_by_its_name():
+    assert compose("model=torchvision").model == schema.TorchvisionModel("resnet18", "torchvision", pretrained=False)
+    config = compose("model=torchvision", "model.name=vgg11_bn")  # the zoo has this name too
+    assert reload(OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))) == config
+    assert config_hash(config) != config_hash(compose("model=vgg11_bn"))
 
 
 def test_every_field_is_explained():
@@ -207,6 +216,19 @@ def test_a_wrong_choice_is_named_with_the_right_ones(pool):
         ("model=mlp", "model.widths", [], "model.widths=[] leaves nothing to prune"),
         ("model=mlp", "model.widths", 8, "model.widths must be a list"),
         ("model=mlp", "model.batch_norm", "perhaps", "model.batch_norm: "),
+        ("model=vit_tiny", "model.heads", 5, "model.dim=192 must be a multiple of model.heads=5"),
+        ("model=vit_tiny", "model.patch_size", 0, "model.patch_size=0 must be a number in [1, inf)"),
+        ("model=vgg11_bn", "model.width", 0, "model.width=0.0 must be a number in (0, inf)"),
+        ("model=mlp", "model.name", "resnet18", "write model=torchvision model.name=resnet18"),
+        ("model=mlp", "model.name", "qqq", "model.name=qqq is not one of mlp, "),
+        ("model=torchvision", "model.name", "mlp", "torchvision has no model 'mlp': choose it with model=mlp"),
+        (
+            "model=torchvision",
+            "model.name",
+            "resnte18",
+            "model.name=resnte18: torchvision has no model 'resnte18': did",
+        ),
+        ("model=torchvision", "model.library", "torch", "model.library=torch is not one of mlp, "),
         ("optimizer=sgd", "optimizer.momentum", None, "optimizer.momentum: "),
         ("optimizer=sgd", "seed", True, "seed: "),
         ("optimizer=sgd", "device", "gpu", "device='gpu' must be auto, cpu, mps, cuda or cuda:N"),
@@ -267,7 +289,7 @@ def test_hashes_see_what_influences_results_and_nothing_else(pool):
         assert re.fullmatch("[0-9a-f]{12}", config_hash(config))
         for key, value, allowed in leaves(config):
             group = key.partition(".")[0]
-            if group in ("tracking", "pruning") or key == f"{group}.name":
+            if group in ("tracking", "pruning") or key in (f"{group}.name", "model.library"):
                 continue
             other = changed(config, key, another(key, value, allowed))
             check(other)
@@ -349,7 +371,7 @@ def command(monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         ("dataset=mnits", "dataset=mnits is not one of cifar10, cifar100, digits, "),
-        ("experiment=none", "experiment=none is not one of cifar_cnn, cifar_mlp, digits, "),
+        ("experiment=none", "experiment=none is not one of cifar_cnn, cifar_mlp, cifar_resnet20, "),
         ("pruning.sparsitty=0.9", "unknown key pruning.sparsitty: did you mean pruning.sparsity?"),
         ("+pruning.sparsitty=0.9", "unknown key pruning.sparsitty: did you mean pruning.sparsity?"),
         ("experiment=cifar_mlp model=tutorial_cnn", "In 'experiment/cifar_mlp': unknown key model.widths: "),

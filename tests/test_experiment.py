@@ -168,6 +168,23 @@ def test_options_run(option, started):
     assert summary["neuron_sparsity"] == 0.5 and summary["test_accuracy"] > 15
 
 
+@pytest.mark.parametrize(
+    ("experiment_name", "model"),
+    [
+        ("cifar_resnet20", ["model.width=4"]),
+        ("cifar_vgg", ["model.width=0.125"]),
+        ("cifar_vit", ["model.patch_size=2", "model.dim=12", "model.depth=1"]),
+    ],
+)
+def test_an_experiment_runs_on_small_images_too(experiment_name, model, tmp_path):
+    small = ["dataset=digits", "epochs=1", "pruning.finetune_epochs=1", "tracking=none", "progress=false"]
+    made = compose(f"experiment={experiment_name}", *small, *model, f"runs={tmp_path}")
+    summary = experiment.run(made)
+    assert 0 < summary["neuron_sparsity"] <= 0.55  # of 3 heads, 2 go
+    loaded = tnvp.load(RunDirectory.open(experiment.run_path(made)).model_path)
+    assert summary["parameters"] == sum(p.numel() for p in loaded.parameters())
+
+
 @pytest.mark.slow
 def test_a_compiled_run_prunes_and_trains_on_like_an_eager_one(started):
     _, eager, _ = started()

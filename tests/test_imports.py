@@ -84,6 +84,6 @@ def test_an_outside_package_has_one_owner(package, owner):
 
 def test_the_library_loads_without_the_harness():
     """Whoever prunes in their own loop waits for torch alone."""
-    code = "import sys, tnvp; print([m for m in ('wandb', 'hydra', 'pandas', 'matplotlib', 'sklearn') if m in sys.modules])"
+    code = "import sys, tnvp; print([m for m in ('wandb', 'hydra', 'pandas', 'matplotlib', 'sklearn', 'torchvision') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tnvp import models
-from tnvp.pruning.layers import kind_of, synchronise_sizes
+from tnvp.pruning.attention import become_explicit
+from tnvp.pruning.layers import ATTENTION, kind_of
 
-FORMAT = "tnvp-model-1"
+FORMAT = "tnvp-model-2"
 
 
 class CheckpointError(ValueError):
@@ -31,6 +32,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         "class": type(model).__name__,
         "built_from": getattr(model, "built_from", None),
         "state": state,
+        "sizes": sizes_of(model),
     }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -59,7 +61,7 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module:
                 f"load it with tnvp.load({str(path)!r}, into={content['class']}())"
             )
         into = models.build(**built_from)
-    resize(into, content["state"], path)
+    resize(into, content["state"], content["sizes"], path)
     into.load_state_dict(content["state"])
     return into.eval()
 
@@ -76,10 +78,24 @@ def _read(path: Path) -> dict:
     return content
 
 
-def resize(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
-    """Give every parameter and buffer the shape it has in ``state``; layers that lack a stored bias get one."""
+def sizes_of(model: nn.Module) -> dict[str, dict[str, int | list[int]]]:
+    """Layer → what its attributes say of its widths, groups and heads: not all of that shows in the tensors."""
+    sizes = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None and kind.attributes:
+            values = {attribute: getattr(module, attribute) for attribute in kind.attributes}
+            sizes[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return sizes
+
+
+def resize(model: nn.Module, state: dict[str, Tensor], sizes: dict, source: object) -> None:
+    """Give every parameter and buffer the shape it has in ``state``, and every layer the ``sizes`` of `sizes_of`.
+
+    Layers that lack a stored bias get one.
+    """
     own = dict(model.state_dict())
-    added = [name for name in state if name not in own and name.endswith(".bias")]
+    added = [name for name in state if name not in own and _fold_of(model, name) is not None]
     unknown = [name for name in state if name not in own and name not in added]
     missing = [name for name in own if name not in state]
     if unknown or missing:
@@ -87,24 +103,46 @@ def resize(model: nn.Module, state: dict[str, Tensor], source: object) -> None:
             f"{source} does not fit {type(model).__name__}: it lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}"
         )
     changed = [n for n in own if (own[n].shape, own[n].dtype) != (state[n].shape, state[n].dtype)]
+    for name in changed:
+        _check_fit(model, name, own[name], state[name], source)
     for name in changed + added:
         layer, _, tensor = name.rpartition(".")
         module = model.get_submodule(layer)
-        old = getattr(module, tensor)
-        reshaped = old is None or old.shape != state[name].shape
-        if old is not None and any(new > own for new, own in zip(state[name].shape, old.shape, strict=False)):
-            raise CheckpointError(
-                f"{source} has {name} of shape {list(state[name].shape)}, larger than {list(old.shape)} in "
-                f"{type(model).__name__}: load it into the class and arguments it was made with"
-            )
-        if (reshaped and kind_of(module) is None) or (old is not None and old.dim() != state[name].dim()):
-            raise CheckpointError(
-                f"{source} has {name} of shape {list(state[name].shape)}, {type(model).__name__} "
-                f"{list(old.shape) if old is not None else None}: a {type(module).__name__} can't be resized"
-            )
-        like = old if old is not None else module.weight
+        like = getattr(module, tensor) if name in own else _fold_of(model, name)
         new = torch.empty_like(state[name], device=like.device)
         setattr(module, tensor, nn.Parameter(new, like.requires_grad) if isinstance(like, nn.Parameter) else new)
-    for module in model.modules():
-        if kind_of(module) is not None:
-            synchronise_sizes(module)
+    for layer, values in sizes.items():
+        _set_sizes(model.get_submodule(layer), layer, values, source)
+
+
+def _fold_of(model: nn.Module, name: str) -> nn.Parameter | None:
+    """The weight beside which ``name`` is a bias that its layer may lack."""
+    layer, _, tensor = name.rpartition(".")
+    module = dict(model.named_modules()).get(layer)
+    kind = kind_of(module) if module is not None else None
+    weights = [weight for weight, bias in kind.folds.items() if bias == tensor] if kind else []
+    return getattr(module, weights[0]) if weights else None
+
+
+def _check_fit(model: nn.Module, name: str, own: Tensor, stored: Tensor, source: object) -> None:
+    if own.dim() == stored.dim() and any(new > old for new, old in zip(stored.shape, own.shape, strict=True)):
+        raise CheckpointError(
+            f"{source} has {name} of shape {list(stored.shape)}, larger than {list(own.shape)} in "
+            f"{type(model).__name__}: load it into the class and arguments it was made with"
+        )
+    module = model.get_submodule(name.rpartition(".")[0])
+    if own.shape != stored.shape and (kind_of(module) is None or own.dim() != stored.dim()):
+        raise CheckpointError(
+            f"{source} has {name} of shape {list(stored.shape)}, {type(model).__name__} {list(own.shape)}: "
+            f"a {type(module).__name__} can't be resized"
+        )
+
+
+def _set_sizes(module: nn.Module, layer: str, values: dict, source: object) -> None:
+    kind = kind_of(module)
+    if kind is None or values.keys() != set(kind.attributes):
+        raise CheckpointError(f"{source} has sizes of the layer {layer!r} that a {type(module).__name__} does not have")
+    if kind is ATTENTION and values["num_heads"] * values["head_dim"] != values["embed_dim"]:
+        become_explicit(module)
+    for attribute, value in values.items():
+        setattr(module, attribute, tuple(value) if isinstance(value, list) else value)

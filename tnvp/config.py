@@ -22,6 +22,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from .models import how_to_choose
 from .schema import SCHEMAS, Composition, Config
 
 __all__ = ["Config", "ConfigError", "check", "config_hash", "register", "resolve", "to_dict", "trunk_hash"]
@@ -168,9 +169,13 @@ def _schema(group: str, values: Any) -> type:
     """The schema of what was chosen in the group."""
     if not isinstance(values, dict):
         raise ConfigError(missing_key(group))
-    if values.get("name") not in SCHEMAS[group]:
-        raise ConfigError(not_a_choice(f"{group}.name", values.get("name"), SCHEMAS[group]))
-    return SCHEMAS[group][values["name"]]
+    key = "library" if "library" in values else "name"  # a library has names of its own
+    choice = values.get(key)
+    if choice in SCHEMAS[group]:
+        return SCHEMAS[group][choice]
+    if group == "model" and (how := how_to_choose(choice)):
+        raise ConfigError(f"model.{key}={choice} does not go with this choice of model: write {how}")
+    raise ConfigError(not_a_choice(f"{group}.{key}", choice, SCHEMAS[group]))
 
 
 def _check_keys(plain: dict, schemas: dict[str, type]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 
 from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ class PruneEvent:
     """One way to prune, done whenever called, and what is measured around it.
 
     ``dense`` and ``pruned`` are copies of the network just before the first event and just after the last, for the test
-    set. ``accuracy(model)`` is in percent, on validation data; ``limits`` are keywords of `Pruner.prune`; each record
-    goes to ``journal``.
+    set. ``accuracy(model)`` is in percent, on validation data; ``limits`` are keywords of `Pruner.prune`; ``fresh`` batches, if
+    any, recalibrate the batch norms; each record goes to ``journal``.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class PruneEvent:
         pruner: Pruner,
         accuracy: Callable[[nn.Module], float],
         calibration: list[Tensor],
+        fresh: list[Tensor],
         limits: dict,
         journal: Callable[[dict], None],
     ):
         self.pruner, self.accuracy, self.calibration = pruner, accuracy, calibration
-        self.limits, self.journal = limits, journal
+        self.fresh, self.limits, self.journal = fresh, limits, journal
         self.dense: nn.Module | None = None
         self.pruned: nn.Module | None = None
 
@@ -63,12 +65,15 @@ class PruneEvent:
         report = self.pruner.prune(**budget, **self.limits, calibration=self.calibration)
         bare = copy.deepcopy(before)
         execute(bare, plan(bare, report.cuts, {}), report.cuts)
-        self.pruned = copy.deepcopy(model)
         accuracies = {
             "accuracy_before": self.accuracy(before),
             "accuracy_uncompensated": self.accuracy(bare),
             "accuracy_after": self.accuracy(model),
         }
+        if self.fresh:
+            self.pruner.recalibrate(self.fresh)
+            accuracies["accuracy_recalibrated"] = self.accuracy(model)
+        self.pruned = copy.deepcopy(model)
         self.journal({"step": step, "epoch": step / steps_per_epoch, **event_record(report, self.pruner), **accuracies})
 
 
@@ -89,6 +94,7 @@ def event_record(report: PruneReport, pruner: Pruner) -> dict:
     return {
         "criterion": pruner.criterion,
         "compensation": pruner.compensation,
+        "mode": report.mode,
         "requested": report.requested,
         "neuron_sparsity": report.neuron_sparsity,
         "parameter_sparsity": report.parameter_sparsity,
@@ -96,6 +102,7 @@ def event_record(report: PruneReport, pruner: Pruner) -> dict:
         "parameters": report.parameters,
         "flops": report.flops,
         "output_error": report.output_error,
+        **{f"certificate/{key}": value for key, value in asdict(report.certificate).items()},
         "seconds": report.seconds,
         "groups": groups,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnvp import checkpoint, data, figures, models, tracking
@@ -87,6 +87,8 @@ class Study:
         else:
             during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
             self.train("train", pruning.epochs, lr, during)
+        if self.pruner.mode == "mask":
+            self.pruner.rebuild()  # the same network, at the size that the masks left
         self.directory.write_traces(trace_table(self.pruner.trace))
         checkpoint.save(self.model, self.directory.model_path)
         summary = self.summarise(time.perf_counter() - started)
@@ -129,14 +131,18 @@ class Study:
 
     def make_event(self) -> PruneEvent:
         pruning, images = self.config.pruning, self.images
-        batches = data.batches(images, images.train, EVALUATION_BATCH)
         return PruneEvent(
             self.pruner,
             accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
-            calibration=[x for x, _ in islice(batches, pruning.calibration_batches)],
+            calibration=self.training_images(pruning.calibration_batches),
+            fresh=self.training_images(pruning.bn_recalibrate),
             limits={"scope": pruning.scope, "min_neurons": pruning.min_neurons, "round_to": pruning.round_to},
             journal=self.journal.event,
         )
+
+    def training_images(self, batches: int) -> list[Tensor]:
+        """The first batches of training images, in fixed order and not augmented."""
+        return [x for x, _ in islice(data.batches(self.images, self.images.train, EVALUATION_BATCH), batches)]
 
     def summarise(self, seconds: float) -> dict:
         """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""
@@ -195,7 +201,9 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
     """The pruner, with an optimizer of its own; without pruning it only records."""
     pruning = config.pruning
     chosen = {
-        key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)
+        key: getattr(pruning, key)
+        for key in ("criterion", "compensation", "window", "ignore", "mode", "approximate")
+        if hasattr(pruning, key)
     }
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .models import ACTIVATIONS
+from .models import ACTIVATIONS, LIBRARIES, ModelError, check_name
 from .pruning.compensation import COMPENSATIONS
 from .pruning.criteria import CRITERIA
 from .pruning.recorder import WINDOWS
 from .pruning.selection import SCOPES
+from .pruning.surgery import MODES
 from .training import PRECISIONS, SCHEDULES
 
 
@@ -91,7 +92,7 @@ class ImageFolder(StoredDataset):
 @dataclass
 class Model(Checked):
     name: str
-    """Which network; set by the choice of the group."""
+    """Which network; set by the choice of the group, but for torchvision's."""
 
 
 @dataclass
@@ -114,6 +115,54 @@ class MLP(Model):
 class LeNet300100(Model):
     activation: str = one_of(ACTIVATIONS)
     """After each hidden layer."""
+
+
+@dataclass
+class VGG11(Model):
+    width: float = number("(0, inf)")
+    """Multiple of the published number of channels in every layer."""
+
+
+@dataclass
+class ResNet20(Model):
+    width: int = number("[1, inf)")
+    """Channels of the first stage; the others have 2 and 4 times as many."""
+
+
+@dataclass
+class ViT(Model):
+    patch_size: int = number("[1, inf)")
+    """Height and width of a token's patch, in pixels; must divide the image's."""
+    dim: int = number("[1, inf)")
+    """Features of a token."""
+    depth: int = number("[1, inf)")
+    """Transformer blocks."""
+    heads: int = number("[1, inf)")
+    """Attention heads of a block; must divide `dim`."""
+    mlp_ratio: float = number("(0, inf)")
+    """Hidden neurons of a block, as a multiple of `dim`."""
+    dropout: float = number("[0, 1)")
+    """Probability that a feature is dropped in training, where a block adds to its tokens."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.dim % self.heads:
+            yield f"model.dim={self.dim} must be a multiple of model.heads={self.heads}"
+
+
+@dataclass
+class TorchvisionModel(Model):
+    """Here the name is the user's to choose; `library` says whose it is, since the zoo has some names too."""
+
+    library: str = one_of(LIBRARIES)
+    """Where the network comes from; set by the choice of the group."""
+    pretrained: bool
+    """Start from torchvision's default weights, in all layers that fit; downloads them if they are missing."""
+
+    def conflicts(self) -> Iterator[str]:
+        try:
+            check_name(self.name, self.library)
+        except ModelError as error:
+            yield f"model.name={self.name}: {error}"
 
 
 @dataclass
@@ -189,6 +238,12 @@ class ActivePruning(Pruning):
     """Which steps the moments cover: all since the start, since the last event, or an exponential average."""
     calibration_batches: int = number("[1, inf)")
     """Training batches of the pass in eval mode that means for the compensation are measured on."""
+    bn_recalibrate: int = number("[0, inf)")
+    """Training batches on which the batch norms' running statistics are measured anew after each event; 0: kept."""
+    mode: str = one_of(MODES)
+    """rebuild shrinks layers at the event; mask makes removed rows zero until the end of the run."""
+    approximate: bool
+    """Prune behind layer norms too, where the pruned network differs from the masked one."""
     ignore: list[str] = text(r".+", "a layer's name, not empty")
     """Layers that are left alone, by their names in the network."""
 
@@ -319,7 +374,15 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<gr
         "cifar100": TorchvisionDataset,
         "image_folder": ImageFolder,
     },
-    "model": {"mlp": MLP, "lenet_300_100": LeNet300100, "tutorial_cnn": Model},
+    "model": {
+        "mlp": MLP,
+        "lenet_300_100": LeNet300100,
+        "tutorial_cnn": Model,
+        "vgg11_bn": VGG11,
+        "resnet20": ResNet20,
+        "vit_tiny": ViT,
+        "torchvision": TorchvisionModel,
+    },
     "optimizer": {"sgd": SGD, "adam": Adam, "adamw": Adam},
     "pruning": {"none": NoPruning, "one_shot": OneShot, "gradual": Gradual, "threshold": Threshold},
     "tracking": {"none": Tracking, "wandb": WandbTracking},

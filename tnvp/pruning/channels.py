@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,18 +40,56 @@ class NeuronGroup:
 
 
 class NeuronGroups(list):
-    """A list of groups that prints as a table."""
+    """A list of groups that prints as a table; groups that differ only in numbers of their layers' names share a row."""
 
     def __str__(self) -> str:
-        header = ("group", "neurons", "written by", "carried by", "read by", "prunable")
-        rows = [header] + [
-            (g.name, str(g.size), *(", ".join(names) or "–" for names in (g.producers, g.passengers, g.consumers)),
-             "yes" if g.prunable else f"no: {g.reason}")
-            for g in self
-        ]  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+        alike: dict[tuple, list[NeuronGroup]] = {}
+        for group in self:
+            alike.setdefault(_pattern(group), []).append(group)
+        rows = [_cells(groups) for groups in alike.values()]
+        header = [["group"], ["neurons"], ["written by"], ["carried by"], ["read by"], ["prunable"]]
+        widths = [max(len(line) for row in [header, *rows] for line in row[i]) for i in range(len(header))]
+        lines = _lines(header, widths)
+        lines.append("-" * min(len(lines[0].rstrip()), 100))
+        lines += [line for row in rows for line in _lines(row, widths)]
+        prunable, size = sum(g.size for g in self if g.prunable), sum(g.size for g in self)
+        lines += [
+            "",
+            f"{sum(g.prunable for g in self)} of {len(self)} groups, {prunable:,} of {size:,} neurons, can be pruned. "
+            "A neuron goes from all layers of its group at once.",
+        ]
+        return "\n".join(lines)
+
+
+def _pattern(group: NeuronGroup) -> tuple:
+    """What groups have in common that differ only in numbers of their layers' names."""
+    names = (group.producers, group.passengers, group.consumers, [group.reason])
+    return group.size, *(tuple(re.sub(r"\d+", "#", name) for name in part) for part in names)
+
+
+def _cells(groups: list[NeuronGroup]) -> list[list[str]]:
+    """The cells of one row, each a list of lines; ``groups`` are alike."""
+    first, *others = groups
+    name = [first.name]
+    if others:
+        name += [f"+ {len(others)} alike, to", f"  {others[-1].name}"] if len(others) > 1 else [f"+ {others[0].name}"]
+    heads = f"{first.name}.out_proj" in first.consumers
+    size = [f"{first.size:,}{' heads' if heads else ''}"]
+    layers = [_some(part) for part in (first.producers, first.passengers, first.consumers)]
+    return [name, size, *layers, ["yes" if first.prunable else f"no: {first.reason}"]]
+
+
+def _some(names: list[str], most: int = 6) -> list[str]:
+    return (names if len(names) <= most else [*names[: most - 1], f"… {len(names) - most + 1} more"]) or ["–"]
+
+
+def _lines(row: list[list[str]], widths: list[int]) -> list[str]:
+    height = max(len(cell) for cell in row)
+    filled = [cell + [""] * (height - len(cell)) for cell in row]
+    return [
+        "  ".join(cell[i].ljust(width) for cell, width in zip(filled, widths, strict=True)).rstrip()
+        for i in range(height)
+    ]
 
 
 def complete_groups(model: nn.Module, groups: Iterable[NeuronGroup]) -> NeuronGroups:

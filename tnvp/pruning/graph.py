@@ -154,6 +154,8 @@ class Walk(fx.Interpreter):
             producers = [name for names, _ in kin for name in names] + [layer]
             order = dict.fromkeys(r for _, neurons in kin for r in neurons) | dict.fromkeys(mine)
             families = [f for f in families if f not in kin] + [(producers, {r: i for i, r in enumerate(order)})]
+        rank = {name: i for i, name in enumerate(self.written)}
+        families.sort(key=lambda family: min(rank[name] for name in family[0]))
         return [self._group(producers, neurons, roots, reasons) for producers, neurons in families]
 
     def _group(self, producers, neurons: dict[int, int], roots, reasons) -> NeuronGroup:

@@ -14,25 +14,35 @@ if TYPE_CHECKING:
     from ..graph import Walk
 
 
-def _meet(walk: Walk, node: fx.Node, operands: Sequence[tuple[Sequence[int], list[Tensor]]], dims: int) -> list[Tensor]:
-    """Fields of what is computed element by element from operands (shape, fields), broadcast to ``dims`` dimensions."""
+Operand = tuple[Sequence[int], list[Tensor], str]  # shape, fields, what it is in words
+
+
+def _operand(walk: Walk, source: fx.Node) -> Operand:
+    what = f"{source.target}, a tensor of fixed size," if source.op == "get_attr" else "a tensor of fixed size"
+    return walk.value(source).shape, walk.fields[source], what
+
+
+def _meet(walk: Walk, node: fx.Node, operands: Sequence[Operand], dims: int) -> list[Tensor]:
+    """Fields of what is computed element by element from operands, broadcast to ``dims`` dimensions."""
     aligned = [
-        ((1,) * (dims - len(shape)) + tuple(shape), [f.reshape((1,) * (dims - f.dim()) + f.shape) for f in fields])
-        for shape, fields in operands
+        (
+            (1,) * (dims - len(shape)) + tuple(shape),
+            [f.reshape((1,) * (dims - f.dim()) + f.shape) for f in fields],
+            what,
+        )
+        for shape, fields, what in operands
     ]
-    reason = f"meets a tensor of fixed size in {node.name}"
     met: list[Tensor] = []
-    for _, fields in aligned:
+    for _, fields, what in aligned:
         for field in fields:
             overlapping = [other for other in met if varying(other) & varying(field)]
             for other in overlapping:
-                field = walk.atoms.compact(walk.atoms.unite(other, field, reason))
+                field = walk.atoms.compact(walk.atoms.unite(other, field, f"meets {what} in {node.name}"))
             met = [other for other in met if not any(other is gone for gone in overlapping)] + [field]
-    for shape, fields in aligned:
+    for shape, fields, what in aligned:
         for field in met:
-            fixed = {d for d in varying(field) if shape[d] > 1} - set().union(*map(varying, fields))
-            if fixed:
-                walk.atoms.block([field], reason)
+            if {d for d in varying(field) if shape[d] > 1} - set().union(*map(varying, fields)):
+                walk.atoms.block([field], f"meets {what} in {node.name}")
     return [field for field in met if varying(field)]
 
 
@@ -40,7 +50,7 @@ def elementwise(walk: Walk, node: fx.Node, result) -> Fields | None:
     if not isinstance(result, Tensor):
         return unknown(walk, node, result)
     sources = [source for source in node.all_input_nodes if isinstance(walk.value(source), Tensor)]
-    return _meet(walk, node, [(walk.value(s).shape, walk.fields[s]) for s in sources], result.dim())
+    return _meet(walk, node, [_operand(walk, source) for source in sources], result.dim())
 
 
 def matmul(walk: Walk, node: fx.Node, result: Tensor) -> Fields | None:
@@ -67,14 +77,14 @@ def scaled_dot_product_attention(walk: Walk, node: fx.Node, result: Tensor) -> F
     return _meet(walk, node, operands, result.dim())
 
 
-def _without(walk: Walk, node: fx.Node, source: fx.Node, dims: list[int]) -> tuple[list[int], list[Tensor]]:
-    """An operand (shape, fields) once ``dims`` are summed over; neurons along these are blocked."""
+def _without(walk: Walk, node: fx.Node, source: fx.Node, dims: list[int]) -> Operand:
+    """An operand once ``dims`` are summed over; neurons along these are blocked."""
     shape = list(walk.value(source).shape)
     gone = {dim % len(shape) for dim in dims}
     summed = [field for field in walk.fields[source] if varying(field) & gone]
     walk.atoms.block(summed, f"is multiplied with other neurons and summed over in {node.name}")
     fields = [field for field in walk.fields[source] if not varying(field) & gone]
-    return [1 if dim in gone else size for dim, size in enumerate(shape)], fields
+    return [1 if dim in gone else size for dim, size in enumerate(shape)], fields, _operand(walk, source)[2]
 
 
 def glu(walk: Walk, node: fx.Node, result: Tensor) -> Fields:
