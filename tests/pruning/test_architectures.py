@@ -95,10 +95,10 @@ def squeeze_excite_linear():
     return Net(forward, a=Conv(3, 8, 3), reduce=Linear(8, 4), expand=Linear(4, 8), out=Linear(8, 3))
 
 
-def group_normed():
+def group_normed(groups: int = 4):
     return nn.Sequential(
         Conv(3, 12, 3),
-        nn.GroupNorm(4, 12),
+        nn.GroupNorm(groups, 12),
         nn.SiLU(),
         Conv(12, 8, 3),
         nn.GroupNorm(8, 8),
@@ -364,6 +364,7 @@ CASES = {
     "squeeze and excite": Case(squeeze_excite, IMAGES, {"a": 8, "reduce": 4, "b": 6}),
     "squeeze and excite, linear": Case(squeeze_excite_linear, IMAGES, {"a": 8, "reduce": 4}),
     "group norm": Case(group_normed, IMAGES, {"0": 4, "3": 8}),
+    "group norm, two groups": Case(lambda: group_normed(2), IMAGES, {"0": 2, "3": 8}),
     "instance norm and prelu": Case(instance_normed, IMAGES, {"0": 8, "3": 6}),
     "depthwise": Case(lambda: depthwise(1), IMAGES, {"0": 6, "5": 5}),
     "depthwise, multiplier 2": Case(lambda: depthwise(2), IMAGES, {"0": 6, "5": 5}),
@@ -459,7 +460,7 @@ PRUNABLE = [name for name, case in CASES.items() if case.prunable]
 @pytest.mark.parametrize("compensation", ["none", "mean"])
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_equals_masked_event_after_event_and_training_goes_on(name, compensation, monkeypatch):
-    model, inputs, case = built(name)
+    model, inputs, _ = built(name)
     used = spy_on_stand_ins(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     trains(model, optimizer, inputs)
