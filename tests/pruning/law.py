@@ -55,6 +55,9 @@ def prepared(build: Callable[[], nn.Module], inputs: tuple, seed: int = 4) -> nn
         if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm | nn.LayerNorm):
             for parameter in module.parameters(recurse=False):
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
+    for parameter in model.parameters():  # a head of zeros or a scale of 1e-6 would hide all that happens before it
+        if parameter.dim() > 1 and float(parameter.detach().std()) == 0:
+            parameter.data.normal_(std=0.3)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
     if norms:
         for norm in norms:
@@ -135,6 +138,7 @@ def trains(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple) ->
     torch.manual_seed(0)
     loss = sum((x - 0.5).square().mean() for x in tensors_in(model(*inputs)) if x.requires_grad)
     loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.step()
     for name, p in model.named_parameters():
