@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tnvp
 from tnvp.pruning.errors import PruningError
 from tnvp.pruning.selection import (
     NORMALIZATIONS,
@@ -17,6 +18,8 @@ from tnvp.pruning.selection import (
     normalized,
     top,
 )
+
+from .networks import mlp
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 widths = st.lists(st.integers(1, 20), min_size=1, max_size=4)
@@ -146,7 +149,9 @@ def test_no_layer_falls_under_its_floor_and_widths_keep_to_multiples(sizes, spar
             assert wanted <= width < wanted + multiple or width == original[name]
 
 
-@pytest.mark.parametrize("options", [{"scope": "network"}, {"normalize": "std"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"scope": "network"}, {"normalize": "std"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}]
+)
 def test_bad_limits_are_named(options):
     ((name, value),) = options.items()
     with pytest.raises(PruningError, match=rf"{name}.*{value}"):
@@ -255,9 +260,13 @@ def test_a_reduction_is_reached_and_one_block_less_in_some_layer_would_miss_it(s
     kept = counts(keep_by_reduction(scores, original, target, limits, lambda k: reduction(counts(k))))
     assert all(width % multiple == 0 or width == original[name] for name, width in kept.items())
     if reduction(kept) < target:
-        assert all(limits.next_width(width) is None for width in kept.values()), "short only where nothing is left to go"
+        assert all(limits.next_width(width) is None for width in kept.values()), (
+            "short only where nothing is left to go"
+        )
     elif kept != original:
-        wider = [kept | {n: min((w // multiple + 1) * multiple, original[n])} for n, w in kept.items() if w < original[n]]
+        wider = [
+            kept | {n: min((w // multiple + 1) * multiple, original[n])} for n, w in kept.items() if w < original[n]
+        ]
         assert any(reduction(other) < target for other in wider)
 
 
@@ -295,3 +304,12 @@ def test_asking_twice_for_a_reduction_removes_nothing_the_second_time(sizes, tar
     once = survivors(scores, keep(scores))
     other = {name: score[: len(once[name])] for name, score in scored(sizes, seeds[1])[0].items()}
     assert counts(keep(other)) == {name: len(score) for name, score in once.items()}
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_a_parameter_reduction_counts_the_biases_that_consumers_get(scope):
+    x = torch.randn(20, 7, generator=torch.Generator().manual_seed(0))
+    for target in [i / 20 for i in range(1, 15)]:
+        pruner = tnvp.Pruner(mlp(bias=False), example_inputs=x, criterion="l1", compensation="mean")
+        report = pruner.prune(parameter_reduction=target, scope=scope, calibration=[x])
+        assert target <= report.parameter_sparsity < target + 0.15

@@ -11,13 +11,14 @@ from numbers import Real
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from .calibration import calibration_batches, on_device_of, outputs, relative_error
 from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names
 from .compensation import COMPENSATIONS, constants
 from .cost import flop_count, parameter_count
-from .criteria import CRITERIA, Evidence, Side
+from .criteria import COUPLINGS, CRITERIA, Evidence, Side
 from .errors import PruningError
 from .graph import find_groups
 from .layers import kind_of
@@ -41,6 +42,7 @@ class Pruner:
         ignore: names of layers whose neurons stay.
         groups: neuron groups by hand, for networks that can't be traced.
         averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
+        coupled: how the scores of several layers that write or read one group are combined: "mean", "sum" or "max".
         seed: of the criterion "random".
 
     Raises:
@@ -59,14 +61,16 @@ class Pruner:
         ignore: Iterable[str] = (),
         groups: Sequence[NeuronGroup] | None = None,
         averaged: Iterable[nn.Module] = (),
+        coupled: str = "mean",
         seed: int = 0,
     ):
         _choose("criterion", criterion, CRITERIA)
         _choose("compensation", compensation, COMPENSATIONS)
+        _choose("coupled", coupled, COUPLINGS)
         if example_inputs is None and groups is None:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
         self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
-        self.criterion, self.compensation = criterion, compensation
+        self.criterion, self.compensation, self.coupled = criterion, compensation, coupled
         self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
         self.groups = explain(model, example_inputs) if groups is None else complete_groups(model, groups)
@@ -82,9 +86,13 @@ class Pruner:
 
     # Recording.
 
-    def record(self) -> AbstractContextManager[None]:
-        """Watch every forward pass inside the block; the result of the forward never changes."""
-        return self._recorder.record()
+    def record(self, covariance: bool = True) -> AbstractContextManager[None]:
+        """Watch every forward pass inside the block; the result of the forward never changes.
+
+        The covariance that "obs" needs costs most of the recording. Where `prune` will get calibration batches, it is
+        measured on these: ``covariance=False`` then leaves it out here.
+        """
+        return self._recorder.record(covariance)
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, nothing is recorded: for validation within a `record` block."""
@@ -124,6 +132,7 @@ class Pruner:
         scope: str = "layer",
         min_neurons: int = 1,
         round_to: int = 1,
+        normalize: str = "none",
         calibration: Iterable | None = None,
     ) -> PruneReport:
         """Remove the neurons of lowest score, and let their consumers' biases take over what they were.
@@ -131,8 +140,10 @@ class Pruner:
         Exactly one budget: ``sparsity`` (fraction of the original neurons), ``threshold`` (remove what scores under this
         times its layer's mean; on standard deviations for the variance criteria), ``flops_reduction`` or
         ``parameter_reduction`` (fractions of the original network). ``scope`` "layer" or "global" says where neurons
-        compete. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
-        moments serve the compensation (and the scores, if nothing was recorded) and measure ``output_error``.
+        compete; with "global", ``normalize`` "mean", "max" or "l2" divides the scores of each group by that of its own
+        first. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
+        moments serve the compensation (and the scores, if nothing was recorded or the criterion is "obs") and measure
+        ``output_error``.
 
         All or nothing: on any error the model, the optimizer and the averaged copies are as before.
         """
@@ -146,7 +157,7 @@ class Pruner:
             raise PruningError(
                 "prune() under torch.inference_mode() would make parameters that can't be trained: leave it"
             )
-        limits = Limits(scope, min_neurons, round_to)
+        limits = Limits(scope, min_neurons, round_to, normalize)
         batches = None if calibration is None else calibration_batches(calibration)
         with self.paused():
             self._prove(batches[0] if batches else None)
@@ -184,8 +195,9 @@ class Pruner:
         return before, recorder
 
     def _scores(self, calibrated: Recorder | None) -> Scores:
-        recorder = calibrated if calibrated is not None and self._recorder.is_empty else self._recorder
-        score = CRITERIA[self.criterion].score
+        criterion = CRITERIA[self.criterion]
+        asks_calibrated = calibrated is not None and (criterion.asks_now or self._recorder.is_empty)
+        recorder, score = calibrated if asks_calibrated else self._recorder, criterion.score
         scores = {g.name: score(self._evidence(g, recorder)).detach().cpu() for g in self.groups if g.prunable}
         for name, values in scores.items():
             if not torch.isfinite(values).all():
@@ -195,21 +207,29 @@ class Pruner:
         return scores
 
     def _evidence(self, group: NeuronGroup, recorder: Recorder) -> Evidence:
-        def side(name: str, direction: str) -> Side:
-            module = self.model.get_submodule(name)
-            dim = (kind_of(module).outputs if direction == "out" else kind_of(module).inputs)["weight"]
-            watched = (name, direction) in recorder.signals(group)
-            moments = recorder.moments((name, direction)) if watched else None
-            return Side(module.weight.detach().movedim(dim, 0), group.maps[name, direction], moments)
+        wants_covariance = CRITERIA[self.criterion].signal == "covariance"
 
+        def side(name: str, direction: str) -> Side:
+            module, signal = self.model.get_submodule(name), (name, direction)
+            kind = kind_of(module)
+            dim = (kind.outputs if direction == "out" else kind.inputs)["weight"]
+            seen = {quantity: recorder.checked(signal, quantity) for quantity in ("value", "nonzero", "taylor")}
+            moments = seen.pop("value")
+            ran = direction == "in" and moments is not None and moments.count > 1
+            covariance = recorder.covariance(name) if wants_covariance and ran else None
+            weight = module.weight.detach().movedim(dim, 0)
+            return Side(name, weight, group.maps[signal], moments, covariance=covariance, **seen)
+
+        modules = {name: self.model.get_submodule(name) for name in group.passengers}
+        norms = [name for name, m in modules.items() if isinstance(m, _BatchNorm) and m.weight is not None]
         return Evidence(
             group=group.name,
             size=group.size,
             producers=[side(name, "out") for name in group.producers],
             consumers=[side(name, "in") for name in group.consumers],
-            activation=recorder.neuron_moments(group, "activation"),
-            preactivation=recorder.neuron_moments(group, "preactivation"),
+            norms=[side(name, "out") for name in norms],
             generator=self._generator,
+            coupled=self.coupled,
         )
 
     def _select(self, requested: dict[str, float], scores: Scores, limits: Limits) -> Kept:
@@ -226,10 +246,17 @@ class Pruner:
         def reduction(kept: Kept) -> float:
             trial = copy_of(self.model)
             cuts = cuts_for(self.groups, kept)
-            execute(trial, plan(trial, cuts, {}), cuts)
+            execute(trial, plan(trial, cuts, self._no_constants(cuts)), cuts)
             return measure(trial)
 
         return keep_by_reduction(scores, self._original, value, limits, reduction)
+
+    def _no_constants(self, cuts: Cuts) -> dict[str, Tensor]:
+        """Zeros in the place of the constants that will be folded: a consumer without a bias gets one, which counts."""
+        if self.compensation == "none":
+            return {}
+        read = [layer for layer, direction in cuts if direction == "in"]
+        return {layer: torch.zeros(self.model.get_submodule(layer).weight.shape[1]) for layer in read}
 
     def _operate(self, kept: Kept, cuts: Cuts, values: dict[str, Tensor]) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""
