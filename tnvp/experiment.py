@@ -134,7 +134,7 @@ class Study:
             self.pruner,
             accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
             calibration=[x for x, _ in islice(batches, pruning.calibration_batches)],
-            limits={"scope": pruning.scope, "min_neurons": pruning.min_neurons, "round_to": pruning.round_to},
+            limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
             journal=self.journal.event,
         )
 
@@ -195,7 +195,9 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
     """The pruner, with an optimizer of its own; without pruning it only records."""
     pruning = config.pruning
     chosen = {
-        key: getattr(pruning, key) for key in ("criterion", "compensation", "window", "ignore") if hasattr(pruning, key)
+        key: getattr(pruning, key)
+        for key in ("criterion", "coupled", "compensation", "window", "ignore")
+        if hasattr(pruning, key)
     }
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
