@@ -107,7 +107,7 @@ def test_the_default_is_the_digits_experiment():
         model=schema.MLP("mlp", [128, 64], "relu", batch_norm=False, dropout=0.0),
         optimizer=schema.SGD("sgd", 0.05, 5e-4, "one_cycle", momentum=0.9, nesterov=False),
         pruning=schema.OneShot(
-            "one_shot", 10, "variance", "mean", "layer", 1, 1, "cumulative", 10, [],
+            "one_shot", 10, "variance", "mean", "mean", "layer", "none", 1, 1, "cumulative", 10, [],
             sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3,
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
@@ -120,7 +120,18 @@ def test_the_demo_is_the_public_one(monkeypatch):
     monkeypatch.setenv("TNVP_DATA_ROOT", "here")
     config = compose("experiment=tutorial_demo")
     dataset = ("cifar10", 0.1, 0, [0.5] * 3, [0.5] * 3)
-    shared = ("variance_preactivation", "act_of_mean", "layer", 1, 1, "cumulative", 10, ["conv1", "conv2"])
+    shared = (
+        "variance_preactivation",
+        "mean",
+        "act_of_mean",
+        "layer",
+        "none",
+        1,
+        1,
+        "cumulative",
+        10,
+        ["conv1", "conv2"],
+    )
     assert config.dataset == schema.TorchvisionDataset(*dataset, False, 0, root="here", download=True)
     assert config.model == schema.Model("tutorial_cnn")
     assert config.optimizer == schema.SGD("sgd", 0.001, 0.0, "constant", momentum=0.9, nesterov=False)

@@ -22,7 +22,7 @@ class Recording(Callback):
         self.pruner, self.every = pruner, every
 
     def on_start(self, fit: Fit) -> None:
-        self._block = self.pruner.record()
+        self._block = self.pruner.record(covariance=False)  # each event calibrates, and measures it there
         self._block.__enter__()
 
     def on_step(self, fit: Fit) -> None:

@@ -136,7 +136,7 @@ class Study:
             accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
             calibration=self.training_images(pruning.calibration_batches),
             fresh=self.training_images(pruning.bn_recalibrate),
-            limits={"scope": pruning.scope, "min_neurons": pruning.min_neurons, "round_to": pruning.round_to},
+            limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
             journal=self.journal.event,
         )
 
@@ -202,7 +202,7 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
     pruning = config.pruning
     chosen = {
         key: getattr(pruning, key)
-        for key in ("criterion", "compensation", "window", "ignore", "mode", "approximate")
+        for key in ("criterion", "coupled", "compensation", "window", "ignore", "mode", "approximate")
         if hasattr(pruning, key)
     }
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image

@@ -13,8 +13,9 @@ from typing import Any
 from .models import ACTIVATIONS, LIBRARIES, ModelError, check_name
 from .pruning.compensation import COMPENSATIONS
 from .pruning.criteria import CRITERIA
+from .pruning.evidence import COUPLINGS
 from .pruning.recorder import WINDOWS
-from .pruning.selection import SCOPES
+from .pruning.selection import NORMALIZATIONS, SCOPES
 from .pruning.surgery import MODES
 from .training import PRECISIONS, SCHEDULES
 
@@ -226,10 +227,14 @@ class ActivePruning(Pruning):
 
     criterion: str = one_of(CRITERIA)
     """Score per neuron; the lowest go."""
+    coupled: str = one_of(COUPLINGS)
+    """How the scores of several layers that write or read the same neurons are combined."""
     compensation: str = one_of(COMPENSATIONS)
     """What the readers of removed neurons take over."""
     scope: str = one_of(SCOPES)
     """Rank neurons within each layer or over all layers."""
+    normalize: str = one_of(NORMALIZATIONS)
+    """What each layer's scores are divided by before they compete over all layers: their own mean, maximum or norm."""
     min_neurons: int = number("[1, inf)")
     """Neurons that every layer keeps at least."""
     round_to: int = number("[1, inf)")

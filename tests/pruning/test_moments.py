@@ -136,6 +136,54 @@ def test_covariance_only_on_request():
         streamed(samples(4), [4], covariance=True).merge(moments)
 
 
+def covariance_within_locations(x: torch.Tensor, locations: int) -> torch.Tensor:
+    """The mean of the covariances [U, U] at each of ``locations`` places of [B, U·L], written out."""
+    return sum(torch.cov(x[:, place::locations].T) for place in range(locations)) / locations
+
+
+@few
+@given(sizes=batch_sizes, locations=st.integers(1, 4), seed=st.integers(0, 99))
+def test_covariance_within_locations_centres_each_feature_by_its_own_mean(sizes, locations, seed):
+    x = samples(sum(sizes), neurons=2 * locations, seed=seed)
+    moments = Moments(covariance=True, locations=locations)
+    for batch in x.split(sizes):
+        moments.update(batch)
+    torch.testing.assert_close(moments.covariance, covariance_within_locations(x, locations), rtol=1e-9, atol=1e-9)
+    assert_are_moments_of(moments, x)
+
+
+def test_a_covariance_is_added_to_in_place_in_and_out_of_inference_mode():
+    x = samples(9)
+    moments = Moments(covariance=True)
+    with torch.inference_mode():
+        moments.update(x[:3])
+    where = moments._comoment.data_ptr()
+    moments.update(x[3:6])
+    with torch.inference_mode():
+        moments.update(x[6:])
+    assert moments._comoment.data_ptr() == where
+    torch.testing.assert_close(moments.covariance, torch.cov(x.T))
+
+
+def test_merging_leaves_the_others_covariance_alone():
+    one, other = (streamed(samples(5, seed=seed), [5], covariance=True) for seed in (0, 1))
+    before = other.covariance
+    one.merge(other)
+    one.merge(other)
+    fresh = Moments(covariance=True)
+    fresh.merge(other)
+    fresh.merge(one)
+    assert torch.equal(other.covariance, before)
+
+
+def test_streams_of_different_covariances_do_not_merge():
+    one, other = Moments(True, locations=1), Moments(True, locations=2)
+    for moments in (one, other):
+        moments.update(samples(4, neurons=4))
+    with pytest.raises(PruningError, match="another one"):
+        one.merge(other)
+
+
 def test_keeps_no_graph():
     x = samples(4).requires_grad_()
     moments = streamed(x, [2, 2], covariance=True)
@@ -198,6 +246,17 @@ def test_selected_moments_are_those_of_the_selected_neurons():
     assert Moments().select(torch.tensor([1])).count == 0
 
 
+def test_selected_features_keep_their_covariance_within_locations():
+    x = samples(8, neurons=6)
+    moments = Moments(covariance=True, locations=2)
+    moments.update(x[:5])
+    chosen = moments.select(torch.tensor([0, 1, 4, 5]))
+    for stream, rows in ((chosen, x[5:, [0, 1, 4, 5]]), (moments, x[5:])):
+        stream.update(rows)
+    torch.testing.assert_close(chosen.covariance, covariance_within_locations(x[:, [0, 1, 4, 5]], 2))
+    torch.testing.assert_close(moments.covariance, covariance_within_locations(x, 2))
+
+
 def test_pooling_the_positions_of_a_flattened_channel_makes_every_position_a_sample():
     x = torch.randn(6, 3, 4, dtype=torch.float64) + torch.arange(12).reshape(3, 4)  # [B, channels, space]
     position = torch.arange(3).repeat_interleave(4)
@@ -214,6 +273,32 @@ def test_pooling_leaves_out_positions_of_other_groups():
     assert Moments().pool(torch.tensor([0]), 1).count == 0
 
 
+@few
+@given(owners=st.lists(st.integers(-1, 3), min_size=4, max_size=9), count=st.integers(2, 5))
+def test_neurons_may_own_different_numbers_of_positions(owners, count):
+    x = samples(count, neurons=len(owners))
+    pooled = streamed(x, [count]).pool(torch.tensor(owners), 4)
+    shares = [owners.count(neuron) for neuron in range(4)]
+    assert pooled.count == count * min((share for share in shares if share), default=0)
+    for neuron in range(4) if any(shares) else ():
+        mine = x[:, [position for position, owner in enumerate(owners) if owner == neuron]].flatten()
+        if len(mine):
+            torch.testing.assert_close(pooled.mean[neuron], mine.mean())
+            torch.testing.assert_close(pooled.variance[neuron], mine.var())
+        else:
+            assert pooled.mean[neuron] == pooled.variance[neuron] == 0
+
+
+def test_pooling_streams_of_different_counts_counts_each_sample_once():
+    one, two = samples(4), samples(7, seed=1)
+    parts = [(streamed(one, [4]), torch.tensor([0, 1, -1])), (streamed(two, [7]), torch.tensor([1, -1, 2]))]
+    pooled = Moments.pooled(parts, 3)
+    assert pooled.count == 4
+    for neuron, mine in enumerate((one[:, 0], torch.cat([one[:, 1], two[:, 0]]), two[:, 2])):
+        torch.testing.assert_close(pooled.mean[neuron], mine.mean())
+        torch.testing.assert_close(pooled.variance[neuron], mine.var())
+
+
 # ==== Exponentially weighted ====
 
 
@@ -221,7 +306,7 @@ def test_pooling_leaves_out_positions_of_other_groups():
 @given(sizes=st.lists(st.integers(2, 6), min_size=1, max_size=6), decay=st.sampled_from([0.5, 0.9, 0.99]))
 def test_ema_equals_the_weighted_sums_written_out(sizes, decay):
     x = samples(sum(sizes))
-    moments = DecayingMoments(decay)
+    moments = DecayingMoments(decay, covariance=True)
     for batch in x.split(sizes):
         moments.update(batch)
     weight = torch.tensor([decay ** (len(sizes) - 1 - i) for i in range(len(sizes))], dtype=torch.float64)
@@ -231,6 +316,8 @@ def test_ema_equals_the_weighted_sums_written_out(sizes, decay):
     assert moments.count == len(x)
     torch.testing.assert_close(moments.mean, mean)
     torch.testing.assert_close(moments.variance, population * len(x) / (len(x) - 1))
+    covariance = (per_sample * (x - mean)).T @ (x - mean)
+    torch.testing.assert_close(moments.covariance, covariance * len(x) / (len(x) - 1))
 
 
 def test_ema_of_one_batch_is_the_batch_and_of_one_sample_has_no_variance():

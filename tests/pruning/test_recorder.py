@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tnvp
+from tnvp.pruning import recorder as recorders
 from tnvp.pruning.errors import PruningError
 from tnvp.pruning.recorder import Recorder
 
@@ -41,10 +42,14 @@ def batch(i: int, *shape: int) -> torch.Tensor:
 # ==== Watching changes nothing ====
 
 
+EVERYTHING = (*BOTH, "nonzero", "taylor", "covariance")
+
+
+@pytest.mark.parametrize("kinds", [BOTH, EVERYTHING], ids=["moments", "everything"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("network", ["mlp", "convnet"])
-def test_the_forward_and_its_gradients_are_the_same_bit_for_bit(network, dtype, training):
+def test_the_forward_and_its_gradients_are_the_same_bit_for_bit(network, dtype, training, kinds):
     torch.manual_seed(1)
     model = mlp(norm=True, dropout=0.4) if network == "mlp" else stir(convnet())
     x = batch(0) if network == "mlp" else batch(0, 3, 16, 16)
@@ -53,7 +58,7 @@ def test_the_forward_and_its_gradients_are_the_same_bit_for_bit(network, dtype, 
     torch.manual_seed(2)
     expected = twin(x)
     expected.sum().backward()
-    recorder = recorder_of(model, x)
+    recorder = recorder_of(model, x, kinds)
     torch.manual_seed(2)
     with recorder.record():
         found = model(x)
@@ -87,7 +92,7 @@ def test_a_layer_called_with_a_keyword_is_watched_too():
 
 def test_keeps_no_graph_and_no_activation_alive():
     model = mlp()
-    recorder, seen = recorder_of(model), []
+    recorder, seen = recorder_of(model, kinds=EVERYTHING), []
     model[0].register_forward_hook(lambda m, i, output: seen.append(weakref.ref(output)))
     with recorder.record():
         model(X).sum().backward()
@@ -99,7 +104,7 @@ def test_keeps_no_graph_and_no_activation_alive():
 
 def test_works_in_inference_mode_and_out_of_it_alike():
     model = mlp()
-    recorder = recorder_of(model)
+    recorder = recorder_of(model, kinds=EVERYTHING)
     with recorder.record():
         for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode):
             with mode():
@@ -114,10 +119,13 @@ def test_a_compiled_network_is_recorded_and_computes_the_same(compiled_before):
     fast = torch.compile(model, backend="eager")
     if compiled_before:
         fast(X)
-    recorder = recorder_of(model)
+    recorder = recorder_of(model, kinds=EVERYTHING)
     with recorder.record():
-        assert torch.equal(fast(X), model(X))
+        found = fast(X)
+        assert torch.equal(found, model(X))
+        found.sum().backward()
     fast(X)
+    assert recorder.moments(("2", "in"), "taylor").count == len(X)
     assert recorder.batches == 2
     assert recorder.moments(("0", "out")).count == 2 * len(X)
 
@@ -236,6 +244,41 @@ def test_tokens_are_averaged_over_batch_and_sequence():
     torch.testing.assert_close(moments.variance.float(), model[:2](x).flatten(0, 1).var(0).detach())
 
 
+class Halves(nn.Module):
+    """Two layers side by side; one reader sees both, the others a half each, the first of them convolved over space."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)
+        self.left, self.right = nn.Conv2d(2, 1, 1), nn.Linear(2, 1)
+        self.groups = [
+            tnvp.NeuronGroup(
+                "ab", ["a", "b"], [], ["left", "right"], 4,
+                maps={("a", "out"): torch.tensor([0, 1]), ("b", "out"): torch.tensor([2, 3]),
+                      ("left", "in"): torch.tensor([0, 1]), ("right", "in"): torch.tensor([2, 3])},
+            )
+        ]  # fmt: skip
+
+    def forward(self, x):
+        return self.left(self.a(x)).mean((1, 2, 3)) + self.right(self.b(x).mean((2, 3)))[:, 0]
+
+
+def test_each_neuron_is_told_of_by_the_first_layer_that_has_it():
+    model, x = Halves(), batch(0, 3, 4, 4)
+    recorder = Recorder(model, model.groups, BOTH)
+    run(recorder, x)
+    space = [m(x).detach().double().movedim(1, -1).flatten(0, -2) for m in (model.a, model.b)]
+    read = recorder.neuron_moments(model.groups[0], "activation")
+    assert read.count == len(x), "that of the neurons with fewest samples"
+    vectors = model.b(x).detach().double().mean((2, 3))
+    torch.testing.assert_close(read.mean, torch.cat([space[0].mean(0), vectors.mean(0)]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(read.variance, torch.cat([space[0].var(0), vectors.var(0)]), rtol=1e-5, atol=1e-6)
+    written = recorder.neuron_moments(model.groups[0], "preactivation")
+    torch.testing.assert_close(written.variance, torch.cat(space, 1).var(0), rtol=1e-5, atol=1e-6)
+    recorder.close_window(1)
+    assert torch.equal(recorder.trace[0].variance, read.variance)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_or_inf_is_an_error_that_names_the_layer(bad):
     model = mlp()
@@ -257,6 +300,151 @@ def test_nothing_is_recorded_while_paused():
         recorder.model(X)
     assert recorder.batches == 2
     assert float(recorder.moments(("0", "out")).mean.abs().max()) < 5
+
+
+# ==== Zeros, gradients, covariances ====
+
+
+def test_nonzero_counts_what_is_not_zero():
+    model = mlp()
+    recorder = recorder_of(model, kinds=("nonzero",))
+    run(recorder, X, batch(1))
+    h = model[:2](torch.cat([X, batch(1)]))
+    torch.testing.assert_close(recorder.moments(("2", "in"), "nonzero").mean.float(), (h != 0).float().mean(0))
+
+
+def gradient_times_value(model, x, weight=1.0):
+    h = model[:2](x)
+    (gradient,) = torch.autograd.grad(weight * model[2:](h).square().sum(), h)
+    return (h * gradient).detach()
+
+
+def taylor_sum(recorder: Recorder) -> torch.Tensor:
+    moments = recorder.moments(("2", "in"), "taylor")
+    return (moments.mean * moments.count).float()
+
+
+def test_taylor_is_the_value_times_its_gradient_and_adds_up_over_backward_passes():
+    model = mlp()
+    recorder = recorder_of(model, kinds=("taylor",))
+    with recorder.record():
+        for x in (X, batch(1)):
+            model(x).square().sum().backward()
+        with torch.no_grad():
+            model(X)
+        model(X)  # no backward
+    expected = sum(gradient_times_value(model, x).sum(0) for x in (X, batch(1)))
+    assert recorder.moments(("2", "in"), "taylor").count == 2 * len(X)
+    torch.testing.assert_close(taylor_sum(recorder), expected)
+    assert recorder.batches == 4
+
+
+def test_gradients_come_only_from_passes_of_the_open_block_and_from_before_no_event():
+    model = mlp()
+    recorder = recorder_of(model, kinds=("taylor",))
+    with recorder.record():
+        late = model(X).sum()
+        with recorder.paused():
+            paused = model(X).sum()
+        paused.backward()
+    late.backward()
+    with recorder.record():
+        stale = model(X).sum()
+        kept = torch.arange(5)
+        recorder.select({"0": kept}, {("0", "out"): kept, ("2", "in"): kept})
+        stale.backward()
+    assert recorder.moments(("2", "in"), "taylor").count == 0
+
+
+def test_a_step_that_overflowed_counts_for_no_gradient():
+    model = mlp()
+    recorder = recorder_of(model, kinds=("taylor",))
+    with recorder.record():
+        (model(X).sum() * float("inf")).backward()
+        model(X).square().sum().backward()
+    assert recorder.checked(("2", "in"), "taylor") is not None
+    torch.testing.assert_close(taylor_sum(recorder), gradient_times_value(model, X).sum(0))
+
+
+@pytest.mark.parametrize("window", ["cumulative", "since_prune", "ema"])
+def test_covariance_of_one_window_is_that_of_what_the_consumer_reads(window):
+    model = mlp()
+    recorder = recorder_of(model, kinds=("covariance",), window=window)
+    batches = (X, batch(1)) if window != "ema" else (X,)
+    run(recorder, *batches)
+    recorder.close_window(1)
+    covariance, locations = recorder.covariance("2")
+    assert (covariance.dtype, locations) == (torch.float64, 1)
+    expected = torch.cov(model[:2](torch.cat(batches)).detach().double().T)
+    torch.testing.assert_close(covariance, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_pixel_that_a_convolution_reads_is_a_sample_of_its_covariance():
+    model = stir(convnet()).eval()
+    x = batch(0, 3, 16, 16)
+    recorder = recorder_of(model, x, kinds=("covariance",))
+    run(recorder, x)
+    pixels = model[:4](x).movedim(1, -1).flatten(0, -2).detach()
+    torch.testing.assert_close(recorder.covariance("4")[0].float(), torch.cov(pixels.T), rtol=1e-4, atol=1e-6)
+
+
+def within_locations(features: torch.Tensor) -> torch.Tensor:
+    """Covariance [C, C] of [B, C, L], each feature centred by its own mean."""
+    centred = (features - features.mean(0)).double()
+    return torch.einsum("bcl,bdl->cd", centred, centred) / (features[0, 0].numel() * (len(features) - 1))
+
+
+@pytest.mark.parametrize(("largest", "locations"), [(32, 1), (31, 4), (8, 4), (7, None)])
+def test_a_large_flattened_input_is_taken_channel_by_channel_or_not_at_all(monkeypatch, largest, locations):
+    monkeypatch.setattr(recorders, "LARGEST_COVARIANCE", largest)
+    model = stir(convnet()).eval()
+    x = batch(0, 3, 16, 16)
+    recorder = recorder_of(model, x, kinds=("covariance",))
+    run(recorder, x, x.flip(0) * 2)
+    found = recorder.covariance("9")
+    assert (found and found[1]) == locations
+    if locations:
+        read = model[:9](torch.cat([x, x.flip(0) * 2])).detach()
+        expected = within_locations(read.unflatten(1, (-1, locations)))
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest", [32, 8])
+@pytest.mark.parametrize("window", ["cumulative", "ema"])
+def test_covariances_follow_a_prune_event(monkeypatch, window, largest):
+    monkeypatch.setattr(recorders, "LARGEST_COVARIANCE", largest)
+    model = stir(convnet()).eval()
+    x = batch(0, 3, 16, 16)
+    pruner = tnvp.Pruner(model, example_inputs=x, window=window, criterion="obs", compensation="none", ignore=["9"])
+    watch(pruner, x)
+    whole, locations = pruner._recorder.covariance("9")
+    report = pruner.prune(sparsity=0.5)
+    kept = report.cuts["9", "in"][::locations] // locations
+    assert torch.equal(pruner._recorder.covariance("9")[0], whole[kept][:, kept])
+    watch(pruner, x)  # and it goes on
+    assert pruner._recorder.covariance("9")[0].shape == (len(kept), len(kept))
+
+
+def test_since_prune_forgets_covariances_at_an_event():
+    model = mlp()
+    pruner = tnvp.Pruner(model, example_inputs=X, window="since_prune", criterion="obs", compensation="none")
+    watch(pruner, X)
+    pruner.prune(sparsity=0.5)
+    with pytest.raises(PruningError, match=r"0 samples of the covariance at '2'.*record"):
+        pruner._recorder.covariance("2")
+    watch(pruner, batch(1))
+    expected = torch.cov(model[:2](batch(1)).detach().double().T)
+    torch.testing.assert_close(pruner._recorder.covariance("2")[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_covariance_is_kept_only_where_asked_for():
+    recorder = recorder_of(mlp(), kinds=("activation",))
+    run(recorder, X)
+    assert not recorder._covariances
+    recorder = recorder_of(mlp(), kinds=("covariance",))
+    with recorder.record(covariance=False):
+        recorder.model(X)
+    assert not recorder._covariances and recorder.batches == 1
 
 
 # ==== Windows ====

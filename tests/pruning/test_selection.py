@@ -7,8 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tnvp
 from tnvp.pruning.errors import PruningError
-from tnvp.pruning.selection import Limits, keep_by_reduction, keep_by_sparsity, keep_by_threshold, top
+from tnvp.pruning.selection import (
+    NORMALIZATIONS,
+    Limits,
+    keep_by_reduction,
+    keep_by_sparsity,
+    keep_by_threshold,
+    normalized,
+    top,
+)
+
+from .networks import mlp
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 widths = st.lists(st.integers(1, 20), min_size=1, max_size=4)
@@ -75,6 +86,46 @@ def test_globally_weak_layers_lose_more():
     assert {name: index.tolist() for name, index in kept.items()} == {"weak": [3], "strong": [0, 1, 2, 3]}
 
 
+# ==== Normalisation ====
+
+
+@few
+@given(sizes=widths, sparsity=sparsities, seed=seeds, how=st.sampled_from(sorted(set(NORMALIZATIONS) - {"none"})))
+def test_normalised_groups_compete_alike_whatever_the_scale_of_their_scores(sizes, sparsity, seed, how):
+    scores, original = scored(sizes, seed)
+    larger = scores | {"g0": scores["g0"] * 1024}  # a power of two: no rounding
+    limits = Limits("global", normalize=how)
+    one, two = (keep_by_sparsity(s, original, sparsity, limits) for s in (scores, larger))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_scale_decides_who_goes_without_normalisation():
+    scores = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1.1, 1.9])}
+    larger = scores | {"a": 1000 * scores["a"]}
+    kept = [counts(keep_by_sparsity(s, {"a": 2, "b": 2}, 0.5, Limits("global", 1))) for s in (scores, larger)]
+    assert kept == [{"a": 1, "b": 1}, {"a": 1, "b": 1}], "a neuron a layer stays"
+    kept = [counts(keep_by_sparsity(s, {"a": 2, "b": 2}, 0.25, Limits("global"))) for s in (scores, larger)]
+    assert kept == [{"a": 1, "b": 2}, {"a": 2, "b": 1}]
+
+
+def test_scores_are_divided_by_their_mean_maximum_or_norm():
+    scores = {"a": torch.tensor([3.0, 4.0]), "dead": torch.zeros(3)}
+    expected = {"none": [3, 4], "mean": [6 / 7, 8 / 7], "max": [3 / 4, 1], "l2": [3 / 5, 4 / 5]}
+    assert set(expected) == set(NORMALIZATIONS)
+    for how, values in expected.items():
+        found = normalized(scores, how)
+        torch.testing.assert_close(found["a"], torch.tensor(values, dtype=torch.double))
+        assert found["dead"].tolist() == [0, 0, 0]
+
+
+@few
+@given(sizes=widths, sparsity=sparsities, seed=seeds, how=st.sampled_from(sorted(NORMALIZATIONS)))
+def test_within_a_layer_normalisation_changes_nothing(sizes, sparsity, seed, how):
+    scores, original = scored(sizes, seed)
+    one, two = (keep_by_sparsity(scores, original, sparsity, Limits(normalize=n)) for n in ("none", how))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 # ==== Limits ====
 
 
@@ -98,7 +149,9 @@ def test_no_layer_falls_under_its_floor_and_widths_keep_to_multiples(sizes, spar
             assert wanted <= width < wanted + multiple or width == original[name]
 
 
-@pytest.mark.parametrize("options", [{"scope": "network"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"scope": "network"}, {"normalize": "std"}, {"min_neurons": 0}, {"round_to": 0}, {"round_to": 1.5}]
+)
 def test_bad_limits_are_named(options):
     ((name, value),) = options.items()
     with pytest.raises(PruningError, match=rf"{name}.*{value}"):
@@ -189,35 +242,74 @@ def chain_cost(sizes: list[int]) -> int:
     return sum(a * b for a, b in itertools.pairwise(line))
 
 
+def chain_reduction(sizes: list[int]):
+    return lambda alive: 1 - chain_cost(list(alive.values())) / chain_cost(sizes)
+
+
 @few
-@given(sizes=widths, target=st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.8, 0.999]), scope=scopes, seed=seeds)
-def test_a_reduction_is_reached_with_the_fewest_neurons(sizes, target, scope, seed):
+@given(
+    sizes=widths,
+    target=st.sampled_from([0.0, 0.05, 0.3, 0.5, 0.8, 0.999]),
+    scope=scopes,
+    seed=seeds,
+    multiple=st.sampled_from([1, 4]),
+)
+def test_a_reduction_is_reached_and_one_block_less_in_some_layer_would_miss_it(sizes, target, scope, seed, multiple):
     scores, original = scored(sizes, seed)
-    total = sum(sizes)
-
-    def reduction(kept) -> float:
-        return 1 - chain_cost(list(counts(kept).values())) / chain_cost(sizes)
-
-    kept = keep_by_reduction(scores, original, target, Limits(scope), reduction)
-    removed = total - sum(counts(kept).values())
+    reduction, limits = chain_reduction(sizes), Limits(scope, round_to=multiple)
+    kept = counts(keep_by_reduction(scores, original, target, limits, lambda k: reduction(counts(k))))
+    assert all(width % multiple == 0 or width == original[name] for name, width in kept.items())
     if reduction(kept) < target:
-        assert set(counts(kept).values()) == {1}, "short of the target only where nothing is left to remove"
-        return
-    cheaper = [keep_by_sparsity(scores, original, m / total, Limits(scope)) for m in range(total + 1)]
-    assert removed == min(total - sum(counts(k).values()) for k in cheaper if reduction(k) >= target)
-    if removed and scope == "global":
-        fewer = keep_by_sparsity(scores, original, (removed - 1) / total, Limits(scope))
-        assert reduction(fewer) < target
+        assert all(limits.next_width(width) is None for width in kept.values()), (
+            "short only where nothing is left to go"
+        )
+    elif kept != original:
+        wider = [
+            kept | {n: min((w // multiple + 1) * multiple, original[n])} for n, w in kept.items() if w < original[n]
+        ]
+        assert any(reduction(other) < target for other in wider)
 
 
 @few
-@given(sizes=widths, target=st.sampled_from([0.3, 0.5]), seed=seeds)
-def test_a_reduction_over_layers_overshoots_by_less_than_a_neuron_in_each(sizes, target, seed):
-    """Layers of one width round together, so that one neuron alone can be too fine."""
+@given(sizes=widths, target=st.sampled_from([0.05, 0.3, 0.5, 0.8]), scope=scopes, seed=seeds)
+def test_a_reduction_takes_no_more_neurons_than_the_least_sparsity_that_reaches_it(sizes, target, scope, seed):
     scores, original = scored(sizes, seed)
+    reduction, total = chain_reduction(sizes), sum(sizes)
+    kept = counts(keep_by_reduction(scores, original, target, Limits(scope), lambda k: reduction(counts(k))))
+    even = [counts(keep_by_sparsity(scores, original, m / total, Limits(scope))) for m in range(total + 1)]
+    enough = [sum(widths.values()) for widths in even if reduction(widths) >= target]
+    assert sum(kept.values()) >= max(enough, default=len(sizes))
 
-    def reduction(alive: dict[str, int]) -> float:
-        return 1 - chain_cost(list(alive.values())) / chain_cost(sizes)
 
-    kept = counts(keep_by_reduction(scores, original, target, Limits(), lambda k: reduction(counts(k))))
-    assert reduction({name: min(width + 1, original[name]) for name, width in kept.items()}) < target
+def test_layers_of_one_width_give_one_neuron_and_not_one_each():
+    scores = {name: torch.arange(1.0, 101) for name in "abcd"}
+    original = dict.fromkeys("abcd", 100)
+    removed = []
+    for gone in range(1, 9):
+        target = gone / 400
+        kept = keep_by_reduction(scores, original, target, Limits(), lambda k: (400 - sum(map(len, k.values()))) / 400)
+        removed.append(400 - sum(map(len, kept.values())))
+    assert removed == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@few
+@given(sizes=widths, target=st.sampled_from([0.05, 0.3, 0.5, 0.8]), scope=scopes, seeds=st.tuples(seeds, seeds))
+def test_asking_twice_for_a_reduction_removes_nothing_the_second_time(sizes, target, scope, seeds):
+    scores, original = scored(sizes, seeds[0])
+    reduction = chain_reduction(sizes)
+
+    def keep(alive):
+        return keep_by_reduction(alive, original, target, Limits(scope), lambda k: reduction(counts(k)))
+
+    once = survivors(scores, keep(scores))
+    other = {name: score[: len(once[name])] for name, score in scored(sizes, seeds[1])[0].items()}
+    assert counts(keep(other)) == {name: len(score) for name, score in once.items()}
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_a_parameter_reduction_counts_the_biases_that_consumers_get(scope):
+    x = torch.randn(20, 7, generator=torch.Generator().manual_seed(0))
+    for target in [i / 20 for i in range(1, 15)]:
+        pruner = tnvp.Pruner(mlp(bias=False), example_inputs=x, criterion="l1", compensation="mean")
+        report = pruner.prune(parameter_reduction=target, scope=scope, calibration=[x])
+        assert target <= report.parameter_sparsity < target + 0.15

@@ -226,7 +226,8 @@ def weights_by_position(module: nn.Module, side: str) -> Tensor:
     kind = kind_of(module)
     if side == "out":
         tensor, dim = next(iter(kind.outputs.items()))
-        return getattr(module, tensor).detach().movedim(dim, 0).flatten(1)
+        weight = getattr(module, tensor).detach().movedim(dim, 0)
+        return weight.flatten(1) if weight.dim() > 1 else weight
     weights = [getattr(module, name).detach().movedim(dim, 0).flatten(1) for name, dim in kind.inputs.items()]
     return torch.cat(weights, 1)
 

@@ -1,11 +1,12 @@
 """Streaming mean, variance and covariance of a signal, and the merge of two streams.
 
-Shapes: B samples (batch, and whatever else is averaged over), N neurons.
+Shapes: B samples (batch, and whatever else is averaged over), N neurons or positions, L locations of a feature, U = N/L.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,31 +25,35 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 class Moments:
-    """Count, mean [N], variance [N] and, on request, covariance [N, N] of a stream of samples.
+    """Count, mean [N], variance [N] and, on request, covariance [U, U] of a stream of samples.
 
     Batches are merged pairwise (Chan, Golub and LeVeque 1979): with batch size b, mean m and sum of squared
     deviations s against n, µ, S: δ = m − µ; µ += δ·b/(n+b); S += s + δ²·n·b/(n+b). ``count`` is a Python integer.
     Nothing synchronises the device; a NaN or Inf stays in the moments and `require_finite` reports it.
+
+    ``locations`` L > 1: the neurons are features in runs of L locations, as in a flattened [C, H, W], and the covariance is
+    that of features within locations: every location is a sample, centred by its own mean. With L = 1, U = N.
     """
 
-    def __init__(self, covariance: bool = False):
+    def __init__(self, covariance: bool = False, locations: int = 1):
         self.count = 0
         self.mean: Tensor | None = None
         self._m2: Tensor | None = None
         self._comoment: Tensor | None = None
         self.tracks_covariance = covariance
+        self.locations = locations
 
     @torch.no_grad()
     def update(self, x: Tensor, dim: int = -1) -> None:
         """Add the samples of ``x`` (any shape; neurons along ``dim``, the last by default)."""
         samples = as_samples(x.detach(), dim)
         if samples.shape[0]:
-            self.merge(Moments.of(samples, covariance=self.tracks_covariance))
+            self.merge(Moments.of(samples, self.tracks_covariance, self.locations))
 
     @classmethod
-    def of(cls, samples: Tensor, covariance: bool = False) -> Moments:
+    def of(cls, samples: Tensor, covariance: bool = False, locations: int = 1) -> Moments:
         """Two-pass moments of one batch [B, N]."""
-        new = cls(covariance)
+        new = cls(covariance, locations)
         samples = samples if samples.dtype in (torch.float32, torch.float64) else samples.float()
         variance, mean = torch.var_mean(samples, dim=0, correction=0)
         accumulator = _accumulator(samples)
@@ -56,31 +61,43 @@ class Moments:
         new.mean = mean.to(accumulator)
         new._m2 = variance.to(accumulator) * new.count
         if covariance:
-            deviations = samples - mean
-            new._comoment = (deviations.T @ deviations).to(accumulator)
+            deviations = (samples - mean).to(accumulator)  # float64 also keeps autocast and TF32 out of the product
+            deviations = deviations.unflatten(1, (-1, locations)).movedim(1, -1).flatten(0, 1)  # [B·L, U]
+            new._comoment = deviations.T @ deviations
         return new
 
+    @torch.inference_mode(False)  # an inference tensor could not be added to later
     @torch.no_grad()
     def merge(self, other: Moments) -> None:
         """Add another stream's samples to this one: as if all had been seen here."""
         if other.count == 0:
             return
-        if self.tracks_covariance and other._comoment is None:
-            raise PruningError("cannot merge: this stream tracks the covariance and the other does not")
+        self._require_fit(other)
         if self.count == 0:
             self.count, self.mean, self._m2 = other.count, other.mean.clone(), other._m2.clone()
             self._comoment = other._comoment.clone() if self.tracks_covariance else None
             return
-        if self.mean.shape != other.mean.shape:
-            raise PruningError(f"cannot merge moments of {len(self.mean)} and of {len(other.mean)} neurons")
         total = self.count + other.count
         delta = other.mean - self.mean
         self.mean = self.mean + delta * (other.count / total)
         weight = self.count * other.count / total
         self._m2 = self._m2 + other._m2 + delta.square() * weight
         if self.tracks_covariance:
-            self._comoment = self._comoment + other._comoment + torch.outer(delta, delta) * weight
+            self._merge_comoment(other, delta, between=weight)
         self.count = total
+
+    def _require_fit(self, other: Moments) -> None:
+        if self.tracks_covariance and (other._comoment is None or other.locations != self.locations):
+            raise PruningError("cannot merge: this stream tracks a covariance and the other does not, or another one")
+        if self.count and self.mean.shape != other.mean.shape:
+            raise PruningError(f"cannot merge moments of {len(self.mean)} and of {len(other.mean)} neurons")
+
+    def _merge_comoment(
+        self, other: Moments, delta: Tensor, between: float, mine: float = 1.0, its: float = 1.0
+    ) -> None:
+        """In place, as [U, U] may be large: S ← mine·S + its·S' + between·δδᵀ, where δδᵀ is summed over locations."""
+        shift = delta.unflatten(0, (-1, self.locations))
+        self._comoment.addmm_(shift, shift.T, beta=mine, alpha=between).add_(other._comoment, alpha=its)
 
     @property
     def variance(self) -> Tensor | None:
@@ -89,38 +106,45 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor | None:
-        """Unbiased covariance [N, N]; None while there are fewer than two samples."""
+        """Unbiased covariance [U, U]; None while there are fewer than two samples."""
         if not self.tracks_covariance:
             raise PruningError("this stream was made without covariance=True")
-        return self._comoment / (self.count - 1) if self.count > 1 else None
+        return self._comoment / (self.locations * (self.count - 1)) if self.count > 1 else None
 
     def select(self, index: Tensor) -> Moments:
-        """The moments of the neurons ``index`` alone, in that order."""
+        """The moments of the neurons ``index`` alone, in that order; with locations, whole features only."""
         new = copy.copy(self)
         if self.count:
             index = index.to(self.mean.device)
             new.mean, new._m2 = self.mean[index], self._m2[index]
             if self._comoment is not None:
-                new._comoment = self._comoment[index][:, index]
+                features = index[:: self.locations] // self.locations
+                new._comoment = self._comoment[features][:, features]
         return new
 
     def pool(self, neuron: Tensor, size: int) -> Moments:
-        """Merge positions into neurons: position p's samples belong to neuron ``neuron[p]`` (−1: to none).
+        """Merge positions into neurons: position p's samples belong to neuron ``neuron[p]`` (−1: to none)."""
+        return Moments.pooled([(self, neuron)], size)
 
-        Every neuron must own the same number of positions, as the H·W features of a flattened channel do.
+    @classmethod
+    def pooled(cls, parts: Iterable[tuple[Moments, Tensor]], size: int) -> Moments:
+        """Moments of ``size`` neurons from those of positions, part by part with the neuron (or −1) at each position.
+
+        Neurons may own different numbers of samples: mean and variance are those of each neuron's own, and ``count`` is
+        that of the neuron that has fewest. A neuron without any reads as a constant 0.
         """
-        new = Moments()
-        if self.count == 0:
+        new, parts = cls(), [(moments, neuron) for moments, neuron in parts if moments.count]
+        if not parts:
             return new
-        neuron = neuron.to(self.mean.device)
-        mine = neuron >= 0
-        owners, mean, m2 = neuron[mine], self.mean[mine], self._m2[mine]
-        share = len(owners) // size
+        owner, counts, mean, m2 = (torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True))
         zeros = mean.new_zeros(size)
-        new.mean = zeros.index_add(0, owners, mean) / share
-        spread = (mean - new.mean[owners]).square() * self.count
-        new._m2 = zeros.index_add(0, owners, m2 + spread)
-        new.count = self.count * share
+        owned = zeros.index_add(0, owner, counts)
+        new.mean = zeros.index_add(0, owner, counts * mean) / owned.clamp(min=1)
+        spread = counts * (mean - new.mean[owner]).square()
+        squares = zeros.index_add(0, owner, m2 + spread)
+        fewest = torch.where(owned > 0, owned, torch.inf).amin()
+        new.count = int(fewest) if bool(fewest.isfinite()) else 0
+        new._m2 = torch.where(owned > new.count, squares * ((new.count - 1) / (owned - 1).clamp(min=1)), squares)
         return new
 
     def require_finite(self, where: str) -> None:
@@ -133,29 +157,42 @@ class Moments:
             )
 
 
+def _columns(part: tuple[Moments, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Owner, sample count, mean and sum of squared deviations of each position that has an owner."""
+    moments, neuron = part
+    neuron = neuron.to(moments.mean.device)
+    mine = neuron >= 0
+    counts = torch.full_like(moments.mean[mine], moments.count)
+    return neuron[mine], counts, moments.mean[mine], moments._m2[mine]
+
+
 class DecayingMoments(Moments):
     """Exponentially weighted moments: each batch counts 1 − ``decay`` against the past (Finch 2009, section 9).
 
     Weights are normalised, so that the first batch alone gives its own moments. ``count`` is the number of samples seen.
     """
 
-    def __init__(self, decay: float = 0.99):
-        super().__init__()
+    def __init__(self, decay: float = 0.99, covariance: bool = False, locations: int = 1):
+        super().__init__(covariance, locations)
         self.decay = decay
         self._weight = 0.0
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self, other: Moments) -> None:
         if other.count == 0:
             return
         self._weight = self.decay * self._weight + (1 - self.decay)
+        if self.count == 0:
+            return super().merge(other)
+        self._require_fit(other)
         alpha = (1 - self.decay) / self._weight
         total = self.count + other.count
-        if self.count == 0:
-            self.mean, population = other.mean.clone(), other._m2 / other.count
-        else:
-            delta = other.mean - self.mean
-            population = (1 - alpha) * self._m2 / self.count + alpha * other._m2 / other.count
-            population = population + alpha * (1 - alpha) * delta.square()
-            self.mean = self.mean + alpha * delta
-        self.count, self._m2 = total, population * total
+        mine, its = (1 - alpha) * total / self.count, alpha * total / other.count
+        delta = other.mean - self.mean
+        between = alpha * (1 - alpha) * total
+        self.mean = self.mean + alpha * delta
+        self._m2 = mine * self._m2 + its * other._m2 + between * delta.square()
+        if self.tracks_covariance:
+            self._merge_comoment(other, delta, between, mine, its)
+        self.count = total

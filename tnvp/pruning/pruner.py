@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error
 from .certificate import Certificate, certify, excuses, warn_of_disagreement
 from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names, shrink
-from .compensation import COMPENSATIONS, replacing, stand_ins
+from .compensation import COMPENSATIONS, StandIn, constant_stand_in, replacing, stand_ins
 from .cost import flop_count, parameter_count
-from .criteria import CRITERIA, Evidence, Side
+from .criteria import CRITERIA
 from .errors import PruningError, choose
+from .evidence import COUPLINGS, evidence_for
 from .graph import find_groups
-from .layers import weights_by_position
+from .layers import width
 from .optimizer_state import (
     check_membership,
     check_optimizers,
@@ -49,6 +50,7 @@ class Pruner:
         averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
         approximate: prune behind mixers such as LayerNorm too, where the rebuilt network differs from the masked one.
         mode: "rebuild" shrinks layers; "mask" makes removed rows zero and keeps them so, until `rebuild`.
+        coupled: how the scores of several layers that write or read one group are combined: "mean", "sum" or "max".
         seed: of the criterion "random".
 
     Raises:
@@ -69,15 +71,17 @@ class Pruner:
         averaged: Iterable[nn.Module] = (),
         approximate: bool = False,
         mode: str = "rebuild",
+        coupled: str = "mean",
         seed: int = 0,
     ):
         choose("criterion", criterion, CRITERIA)
         choose("compensation", compensation, COMPENSATIONS)
+        choose("coupled", coupled, COUPLINGS)
         choose("mode", mode, MODES)
         if example_inputs is None and groups is None:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
         self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
-        self.criterion, self.compensation, self.mode = criterion, compensation, mode
+        self.criterion, self.compensation, self.coupled, self.mode = criterion, compensation, coupled, mode
         self._alive: Kept = {}  # of groups that hold masked neurons, the others
         self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
@@ -94,9 +98,13 @@ class Pruner:
 
     # Recording.
 
-    def record(self) -> AbstractContextManager[None]:
-        """Watch every forward pass inside the block; the result of the forward never changes."""
-        return self._recorder.record()
+    def record(self, covariance: bool = True) -> AbstractContextManager[None]:
+        """Watch every forward pass inside the block; the result of the forward never changes.
+
+        The covariance that "obs" needs costs most of the recording. Where `prune` will get calibration batches, it is
+        measured on these: ``covariance=False`` then leaves it out here.
+        """
+        return self._recorder.record(covariance)
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, nothing is recorded: for validation within a `record` block."""
@@ -136,6 +144,7 @@ class Pruner:
         scope: str = "layer",
         min_neurons: int = 1,
         round_to: int = 1,
+        normalize: str = "none",
         calibration: Iterable | None = None,
         bn_recalibrate: Iterable | None = None,
         mode: str | None = None,
@@ -145,10 +154,11 @@ class Pruner:
         Exactly one budget: ``sparsity`` (fraction of the original neurons), ``threshold`` (remove what scores under this
         times its layer's mean; on standard deviations for the variance criteria), ``flops_reduction`` or
         ``parameter_reduction`` (fractions of the original network). ``scope`` "layer" or "global" says where neurons
-        compete. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
-        moments serve the compensation (and the scores, if nothing was recorded), and they measure ``output_error`` and the
-        certificate. ``bn_recalibrate``: batches on which running statistics are measured anew afterwards. ``mode``: as in
-        the constructor, for this event.
+        compete; with "global", ``normalize`` "mean", "max" or "l2" divides the scores of each group by that of its own
+        first. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
+        moments serve the compensation (and the scores, if nothing was recorded or the criterion is "obs"), and they measure
+        ``output_error`` and the certificate. ``bn_recalibrate``: batches on which running statistics are measured anew
+        afterwards. ``mode``: as in the constructor, for this event.
 
         All or nothing: on any error the model, the optimizer and the averaged copies are as before.
         """
@@ -164,7 +174,7 @@ class Pruner:
             raise PruningError(
                 "prune() under torch.inference_mode() would make parameters that can't be trained: leave it"
             )
-        limits = Limits(scope, min_neurons, round_to)
+        limits = Limits(scope, min_neurons, round_to, normalize)
         batches = None if calibration is None else calibration_batches(calibration)
         fresh = None if bn_recalibrate is None else calibration_batches(bn_recalibrate)
         with self.paused():
@@ -249,32 +259,20 @@ class Pruner:
         return before, recorder
 
     def _scores(self, calibrated: Recorder | None) -> Scores:
-        recorder = calibrated if calibrated is not None and self._recorder.is_empty else self._recorder
-        score = CRITERIA[self.criterion].score
-        scores = {g.name: score(self._evidence(g, recorder)).detach().cpu() for g in self.groups if g.prunable}
+        criterion = CRITERIA[self.criterion]
+        asks_calibrated = calibrated is not None and (criterion.asks_now or self._recorder.is_empty)
+        recorder = calibrated if asks_calibrated else self._recorder
+        scores = {}
+        for group in self.groups:
+            if group.prunable:
+                found = evidence_for(self.model, group, recorder, criterion.signal, self.coupled, self._generator)
+                scores[group.name] = criterion.score(found).detach().cpu()
         for name, values in scores.items():
             if not torch.isfinite(values).all():
                 raise PruningError(
                     f"criterion {self.criterion!r} gave NaN or Inf for group {name!r}; nothing was pruned"
                 )
         return scores
-
-    def _evidence(self, group: NeuronGroup, recorder: Recorder) -> Evidence:
-        def side(name: str, direction: str) -> Side:
-            module = self.model.get_submodule(name)
-            watched = (name, direction) in recorder.signals(group)
-            moments = recorder.moments((name, direction)) if watched else None
-            return Side(weights_by_position(module, direction), group.maps[name, direction], moments)
-
-        return Evidence(
-            group=group.name,
-            size=group.size,
-            producers=[side(name, "out") for name in group.producers],
-            consumers=[side(name, "in") for name in group.consumers],
-            activation=recorder.neuron_moments(group, "activation"),
-            preactivation=recorder.neuron_moments(group, "preactivation"),
-            generator=self._generator,
-        )
 
     def _living(self) -> Kept:
         """Prunable group → the neurons that are not masked."""
@@ -301,12 +299,19 @@ class Pruner:
         def reduction(chosen: Kept) -> float:
             trial = copy_of(self.model)
             cuts = cuts_for(self.groups, {name: living[name][index] for name, index in chosen.items()})
-            execute(trial, plan(trial, cuts, {}), cuts)
+            execute(trial, plan(trial, cuts, self._any_constants(cuts)), cuts)
             return measure(trial)
 
         return keep_by_reduction(scores, self._original, value, limits, reduction)
 
-    def _operate(self, kept: Kept, cuts: Cuts, taken, mode: str) -> None:
+    def _any_constants(self, cuts: Cuts) -> dict[str, StandIn]:
+        """What makes a consumer without a bias get one, which counts."""
+        if self.compensation == "none":
+            return {}
+        read = {layer: kept for (layer, side), kept in cuts.items() if side == "in"}
+        return {n: constant_stand_in(torch.ones(width(self.model.get_submodule(n), "in")), k) for n, k in read.items()}
+
+    def _operate(self, kept: Kept, cuts: Cuts, taken: dict[str, StandIn], mode: str) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""
         changes = plan(self.model, cuts, taken, mode)
         copies = [self._copy_of(averaged) for averaged in self.averaged]

@@ -1,12 +1,15 @@
 """Hooks that feed moments while the network runs, and the trace they leave.
 
 A signal is what is watched at one layer: ``(layer, "out")`` is a producer's own output (pre-activation), ``(layer, "in")``
-what a consumer reads (activation), whatever the code does in between. Shapes: N neurons.
+what a consumer reads (activation), whatever the code does in between. Of a signal, one or more quantities are kept: its
+"value"; "nonzero", 1 where it is not 0; "taylor", the value times the gradient that the backward pass brings.
+Shapes: N neurons, P positions of a layer's dimension, L locations of a feature, U = P/L.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -16,11 +19,13 @@ from torch import Tensor, nn
 from .attention import explicit_attention
 from .channels import NeuronGroup
 from .errors import PruningError
-from .layers import channel_dim, layer_input
+from .layers import ATTENTION, channel_dim, kind_of, layer_input
 from .moments import DecayingMoments, Moments, as_samples
 
-Signal = tuple[str, str]
+Signal = tuple[str, str]  # (layer, "in" or "out")
+Stream = tuple[str, str, str]  # a signal and the quantity that is kept of it
 WINDOWS = ("cumulative", "since_prune", "ema")
+LARGEST_COVARIANCE = 4096  # rows; beyond them, 134 MB in float64, features are taken together with all their locations
 
 
 class TraceRow(NamedTuple):
@@ -62,8 +67,9 @@ def _bury():
 class Recorder:
     """Moments of the signals of ``groups``, over the current window and over all that scores look at.
 
-    ``kinds`` are the signals to watch: "activation", "preactivation" or both. ``window`` says what a score looks at:
-    "cumulative" (since the start), "since_prune", or "ema" (exponentially weighted over batches).
+    ``kinds`` is what to watch: "activation", "preactivation", and of the activation also "nonzero", "taylor" or
+    "covariance". ``window`` says what a score looks at: "cumulative" (since the start), "since_prune", or "ema"
+    (exponentially weighted over batches).
     """
 
     def __init__(
@@ -76,40 +82,51 @@ class Recorder:
         self.ids = {group.name: torch.arange(group.size) for group in self.groups}
         self.trace: list[TraceRow] = []
         self.batches = 0
-        self._recording = self._paused = False
-        self._current: dict[Signal, Moments] = {}
-        self._total: dict[Signal, Moments] = {}
-        for group in self.groups:
-            for signal in self.signals(group):
-                self._current[signal] = Moments()
-                self._total[signal] = self._empty()
+        self._paused = False
+        self._block: object | None = None  # the open record() block, anew after each prune event
+        self._correlates = True
+        self._signals = list(dict.fromkeys(signal for group in self.groups for signal in self.signals(group)))
+        self.forget()
 
-    def _empty(self) -> Moments:
-        return DecayingMoments() if self.window == "ema" else Moments()
+    def _empty(self, covariance: bool = False, locations: int = 1) -> Moments:
+        kind = DecayingMoments if self.window == "ema" else Moments
+        return kind(covariance=covariance, locations=locations)
 
     def signals(self, group: NeuronGroup) -> list[Signal]:
         """The signals watched for this group."""
-        written = [(name, "out") for name in group.producers if "preactivation" in self.kinds]
-        read = [(name, "in") for name in group.consumers if "activation" in self.kinds]
+        written = self.written(group) if "preactivation" in self.kinds else []
+        read = [(name, "in") for name in group.consumers if any(kind != "preactivation" for kind in self.kinds)]
         return written + read
 
+    def written(self, group: NeuronGroup) -> list[Signal]:
+        """Where a group's pre-activations are seen: at its producers; what heads of attention give, at their out-projection."""
+        kinds = {name: kind_of(self.model.get_submodule(name)) for name in group.producers}
+        return [(f"{n}.out_proj", "in") if kind is ATTENTION else (n, "out") for n, kind in kinds.items()]
+
+    def _streams(self, signal: Signal) -> list[Stream]:
+        more = [quantity for quantity in ("nonzero", "taylor") if quantity in self.kinds and signal[1] == "in"]
+        return [(*signal, quantity) for quantity in ("value", *more)]
+
     @contextmanager
-    def record(self) -> Iterator[None]:
-        """Hooks live inside this block only, also when it ends by an error."""
-        if self._recording:
+    def record(self, covariance: bool = True) -> Iterator[None]:
+        """Hooks live inside this block only, also when it ends by an error.
+
+        ``covariance=False`` leaves the covariance out, which costs most, although it is among the kinds.
+        """
+        if self._block is not None:
             raise PruningError("already recording: record() blocks can't be nested")
         modules = dict(self.model.named_modules())
         handles = []
-        self._recording = True
+        self._block, self._correlates = object(), covariance
         try:
-            for signal in self._current:
+            for signal in self._signals:
                 module = modules[signal[0]]
                 register = module.register_forward_hook if signal[1] == "out" else module.register_forward_pre_hook
                 handles.append(register(_Hook(self, signal), with_kwargs=True))
             with explicit_attention(self.model):
                 yield
         finally:
-            self._recording = False
+            self._block = None
             for handle in handles:
                 handle.remove()
 
@@ -128,71 +145,158 @@ class Recorder:
         if self._paused or samples.shape[0] == 0:
             return
         with torch.no_grad():
-            batch = Moments.of(samples)
-            self._current[signal].merge(batch)
-            if self.window == "ema":
-                self._total[signal].merge(batch)
-        if signal == next(iter(self._current)):
+            wide = self._covariance_stream(signal)
+            batch = Moments.of(samples) if wide is None else Moments.of(samples, True, wide.locations)
+            self._merge((*signal, "value"), batch)
+            if wide is not None:
+                wide.merge(batch)
+            if (*signal, "nonzero") in self._current:
+                self._merge((*signal, "nonzero"), Moments.of((samples != 0).float()))
+        if (*signal, "taylor") in self._current and x.requires_grad and torch.is_grad_enabled():
+            x.register_hook(self._gradient_hook(signal, x.detach(), channel))
+        if signal == self._signals[0]:
             self.batches += 1
+
+    def _merge(self, stream: Stream, batch: Moments) -> None:
+        self._current[stream].merge(batch)
+        if self.window == "ema":
+            self._total[stream].merge(batch)
+
+    def _gradient_hook(self, signal: Signal, x: Tensor, channel: int) -> Callable[[Tensor], None]:
+        """What to do when the gradient of ``x`` comes, if the block it was read in is still open."""
+        block = self._block
+
+        @torch.no_grad()
+        def hook(gradient: Tensor) -> None:
+            if self._block is not block:
+                return
+            product = x.to(torch.promote_types(x.dtype, torch.float32)) * gradient
+            # A GradScaler's first steps overflow and are skipped: they don't count here either.
+            product = torch.where(product.isfinite().all(), product, torch.zeros_like(product))
+            self._merge((*signal, "taylor"), Moments.of(as_samples(product, channel)))
+
+        return hook
+
+    def _covariance_stream(self, signal: Signal) -> Moments | None:
+        if signal[1] == "out" or "covariance" not in self.kinds or not self._correlates:
+            return None
+        if signal not in self._covariances and (locations := self._locations(signal[0])) is not None:
+            self._covariances[signal] = self._empty(covariance=True, locations=locations)
+        return self._covariances.get(signal)
+
+    def _locations(self, layer: str) -> int | None:
+        """L for which [P/L, P/L] is small enough: 1 or, where neurons own runs of positions, what divides each run."""
+        owners = torch.stack([group.maps[layer, "in"] for group in self.groups if (layer, "in") in group.maps])
+        positions = owners.shape[1]
+        if positions <= LARGEST_COVARIANCE:
+            return 1
+        starts = (owners.diff(dim=1) != 0).any(0).nonzero().flatten() + 1
+        locations = math.gcd(positions, *starts.tolist())
+        return locations if positions // locations <= LARGEST_COVARIANCE else None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded yet, or since the last `forget`."""
-        return all(self.moments(signal).count == 0 for signal in self._current)
+        return all(self.moments(signal).count == 0 for signal in self._signals)
 
-    def moments(self, signal: Signal) -> Moments:
+    def moments(self, signal: Signal, quantity: str = "value") -> Moments:
         """All that a score may look at: the closed windows and the open one."""
+        stream = (*signal, quantity)
         if self.window == "ema":
-            return self._total[signal]
+            return self._total[stream]
         merged = Moments()
-        merged.merge(self._total[signal])
-        merged.merge(self._current[signal])
+        merged.merge(self._total[stream])
+        merged.merge(self._current[stream])
         return merged
 
-    def neuron_moments(self, group: NeuronGroup, kind: str) -> Moments | None:
-        """Per-neuron moments [N] of "activation" (at the first consumer) or "preactivation" (at the first producer)."""
-        signal = self._signal(group, kind)
-        if signal not in self._current:
+    def checked(self, signal: Signal, quantity: str = "value") -> Moments | None:
+        """The same, None where it isn't watched. Raises where it holds a NaN or Inf."""
+        if (*signal, quantity) not in self._current:
             return None
-        return self._pooled(group, signal, self.moments(signal))
-
-    def _signal(self, group: NeuronGroup, kind: str) -> Signal:
-        return (group.consumers[0], "in") if kind == "activation" else (group.producers[0], "out")
-
-    def _pooled(self, group: NeuronGroup, signal: Signal, moments: Moments) -> Moments:
+        moments = self.moments(signal, quantity)
         moments.require_finite(signal[0])
-        return moments.pool(group.maps[signal], group.size)
+        return moments
+
+    def covariance(self, layer: str) -> tuple[Tensor, int] | None:
+        """Unbiased covariance [U, U] in float64 of what a consumer reads, and L; None where both P and U are too large.
+
+        L = 1 up to `LARGEST_COVARIANCE` positions P: feature by feature. Beyond, where every neuron owns runs of L
+        positions, as the channels of a flattened [C, H, W] do: within locations, each feature centred by its own mean.
+        """
+        moments = self._covariances.get((layer, "in"))
+        if moments is None and self._locations(layer) is None:
+            return None
+        count = moments.count if moments is not None else 0
+        if count < 2:
+            raise PruningError(
+                f"{count} samples of the covariance at {layer!r} were recorded and it needs at least 2: run your loop "
+                "inside `with pruner.record():`, or pass prune(calibration=…)"
+            )
+        moments.require_finite(layer)
+        return moments.covariance, moments.locations
+
+    def neuron_moments(self, group: NeuronGroup, kind: str) -> Moments | None:
+        """Per-neuron moments [N] of "activation" or "preactivation", each neuron's at the first layer that has it."""
+        return self._per_neuron(group, kind, self.checked)
+
+    def _per_neuron(
+        self, group: NeuronGroup, kind: str, moments_of: Callable[[Signal], Moments | None]
+    ) -> Moments | None:
+        """A layer that a concatenation feeds may read some of the neurons only: the next ones tell about the others."""
+        read = [(name, "in") for name in group.consumers]
+        missing = torch.ones(group.size, dtype=torch.bool)
+        parts = []
+        for signal in read if kind == "activation" else self.written(group):
+            neuron, moments = group.maps[signal], moments_of(signal)
+            if moments is None:
+                return None
+            if moments.count:
+                mine = torch.where((neuron >= 0) & missing[neuron], neuron, -1)
+                parts.append((moments, mine))
+                missing[mine[mine >= 0]] = False
+        return Moments.pooled(parts, group.size)
+
+    def _of_window(self, signal: Signal) -> Moments:
+        moments = self._current[*signal, "value"]
+        moments.require_finite(signal[0])
+        return moments
 
     def close_window(self, step: int) -> None:
         """End the recording window: its moments become trace rows. A window of fewer than two samples stays open."""
-        if all(m.count < 2 for m in self._current.values()):
+        if all(self._current[*signal, "value"].count < 2 for signal in self._signals):
             return
-        kind = self.kinds[0]
+        kind = "preactivation" if self.kinds[0] == "preactivation" else "activation"
         for group in self.groups:
-            signal = self._signal(group, kind)
-            pooled = self._pooled(group, signal, self._current[signal])
+            pooled = self._per_neuron(group, kind, self._of_window)
             if pooled.count > 1:
                 row = TraceRow(
                     step, group.name, self.ids[group.name], pooled.mean.cpu(), pooled.variance.cpu(), pooled.count
                 )
                 self.trace.append(row)
-        for signal, moments in self._current.items():
+        for stream, moments in self._current.items():
             if self.window != "ema":
-                self._total[signal].merge(moments)
-            self._current[signal] = Moments()
+                self._total[stream].merge(moments)
+            self._current[stream] = Moments()
 
     def forget(self) -> None:
         """Start all moments anew; the trace stays."""
-        for signal in self._current:
-            self._current[signal], self._total[signal] = Moments(), self._empty()
+        streams = [stream for signal in self._signals for stream in self._streams(signal)]
+        self._current: dict[Stream, Moments] = {stream: Moments() for stream in streams}
+        self._total: dict[Stream, Moments] = {stream: self._empty() for stream in streams}
+        self._covariances: dict[Signal, Moments] = {}  # over all that scores look at; windows hold none
 
     def select(self, kept: dict[str, Tensor], cuts: dict[Signal, Tensor]) -> None:
-        """Follow a prune event: ``kept[group]`` neurons and ``cuts[layer, side]`` positions stay."""
+        """Follow a prune event: ``kept[group]`` neurons and ``cuts[layer, side]`` positions stay.
+
+        Gradients of a forward pass from before the event are not recorded any more.
+        """
         for name, index in kept.items():
             self.ids[name] = self.ids[name][index]
-        for signal, index in cuts.items():
-            if signal in self._current:
-                self._current[signal] = self._current[signal].select(index)
-                self._total[signal] = self._total[signal].select(index)
+        for table in (self._current, self._total, self._covariances):
+            for key in table:
+                if key[:2] in cuts:
+                    table[key] = table[key].select(cuts[key[:2]])
+        if self._block is not None:
+            self._block = object()
         if self.window == "since_prune":
             self.forget()

@@ -18,21 +18,31 @@ from torch import Tensor
 from .errors import PruningError
 
 SCOPES = ("layer", "global")
+NORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # name → what a group's scores [N] are divided by
+    "none": torch.ones_like,
+    "mean": torch.mean,
+    "max": torch.amax,
+    "l2": torch.linalg.vector_norm,  # Molchanov et al. 2017
+}
 Scores = dict[str, Tensor]
 Kept = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where neurons compete ("layer" or "global"), the narrowest width allowed, and the multiple that widths keep to."""
+    """Where neurons compete ("layer" or "global"), the narrowest width allowed, the multiple that widths keep to, and by
+    what a group's scores are divided before they compete globally."""
 
     scope: str = "layer"
     min_neurons: int = 1
     round_to: int = 1
+    normalize: str = "none"
 
     def __post_init__(self):
         if self.scope not in SCOPES:
             raise PruningError(f"unknown scope {self.scope!r}: choose one of {', '.join(SCOPES)}")
+        if self.normalize not in NORMALIZATIONS:
+            raise PruningError(f"unknown normalize {self.normalize!r}: choose one of {', '.join(NORMALIZATIONS)}")
         for name in ("min_neurons", "round_to"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -42,6 +52,13 @@ class Limits:
         """The next narrower width allowed: a multiple of ``round_to``, at least ``min_neurons``; None at the narrowest."""
         narrower = (width - 1) // self.round_to * self.round_to
         return narrower if narrower >= self.min_neurons else None
+
+
+def normalized(scores: Scores, how: str) -> Scores:
+    """Each group's scores divided by their own mean, maximum or norm; those of a group that is all 0 stay 0."""
+    wide = {name: score.detach().cpu().double() for name, score in scores.items()}
+    scales = {name: NORMALIZATIONS[how](score) for name, score in wide.items()}
+    return {name: score / torch.where(scales[name] == 0, 1, scales[name]) for name, score in wide.items()}
 
 
 def top(score: Tensor, width: int) -> Tensor:
@@ -54,7 +71,7 @@ def keep_by_sparsity(scores: Scores, original: dict[str, int], sparsity: float, 
     """Keep so that a fraction ``sparsity`` of the original neurons is gone, or as much less as the limits ask for."""
     if limits.scope == "global":
         total = sum(original.values())
-        return _keep(scores, total - _rounded(sparsity * total), limits)
+        return _keep(normalized(scores, limits.normalize), total - _rounded(sparsity * total), limits)
     return {
         name: _keep({name: score}, original[name] - _rounded(sparsity * original[name]), limits)[name]
         for name, score in scores.items()
@@ -110,17 +127,42 @@ def keep_by_reduction(
 ) -> Kept:
     """Remove the fewest neurons for which ``reduction`` (a fraction, of parameters or FLOPs) reaches ``target``.
 
-    Bisects over the number of neurons removed; where even the narrowest network falls short, that one is returned.
+    Bisects over the number of neurons removed, then over the groups that the last of these steps narrows all at once.
+    Where even the narrowest network falls short, that one is returned.
     """
     total = sum(original.values())
-    low, high = 0, total
+
+    def keep(removed: int) -> Kept:
+        return keep_by_sparsity(scores, original, removed / total, limits)
+
+    removed = _first(total, lambda count: reduction(keep(count)) >= target)
+    if removed == 0:
+        return keep(0)
+    wide, narrow = keep(removed - 1), keep(removed)
+    order = sorted(
+        (name for name in reversed(narrow) if len(narrow[name]) < len(wide[name])),  # ties: the later group first
+        key=lambda name: _relative_score(scores[name], wide[name], narrow[name]),
+    )
+
+    def partly(count: int) -> Kept:
+        return narrow | {name: wide[name] for name in order[count:]}
+
+    return partly(_first(len(order), lambda count: reduction(partly(count)) >= target))
+
+
+def _first(end: int, holds: Callable[[int], bool]) -> int:
+    """The first of 0, 1, … for which ``holds``, by bisection; ``end`` where none before it does."""
+    low, high = 0, end
     while low < high:
         middle = (low + high) // 2
-        if reduction(keep_by_sparsity(scores, original, middle / total, limits)) >= target:
-            high = middle
-        else:
-            low = middle + 1
-    return keep_by_sparsity(scores, original, low / total, limits)
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _relative_score(score: Tensor, wide: Tensor, narrow: Tensor) -> float:
+    """Mean score of the neurons that ``wide`` keeps and ``narrow`` doesn't, as a share of the group's mean."""
+    values, gone = score.double(), len(wide) - len(narrow)
+    return float((values[wide].sum() - values[narrow].sum()) / gone / values.mean().clamp(min=1e-300))
 
 
 def one_budget(**budgets: float | None) -> dict[str, float]:
