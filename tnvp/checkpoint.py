@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -62,7 +63,9 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module:
             )
         into = models.build(**built_from)
     resize(into, content["state"], content["sizes"], path)
-    into.load_state_dict(content["state"])
+    state = OrderedDict(content["state"])
+    state._metadata = into.state_dict()._metadata  # some classes look for their version there
+    into.load_state_dict(state)
     return into.eval()
 
 
