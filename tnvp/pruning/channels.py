@@ -207,12 +207,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def shrink(group: NeuronGroup, kept: Tensor) -> None:
-    """Renumber a group's neurons when only ``kept`` stay."""
-    renumbered = torch.full((group.size + 1,), -2)
+def shrink(group: NeuronGroup, kept: Tensor, cuts: dict[tuple[str, str], Tensor]) -> None:
+    """Follow an event: only the neurons ``kept`` stay, and only the positions ``cuts`` of each dimension.
+
+    A dimension that the group shares with others, as behind a concatenation, loses their positions too.
+    """
+    renumbered = torch.full((group.size + 1,), NO_NEURON)
     renumbered[kept] = torch.arange(len(kept))
-    renumbered[-1] = NO_NEURON
     for where, neuron in group.maps.items():
-        new = renumbered[neuron]
-        group.maps[where] = new[new > -2]
+        group.maps[where] = renumbered[neuron[cuts[where]] if where in cuts else neuron]
     group.size = len(kept)

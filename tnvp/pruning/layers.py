@@ -79,12 +79,14 @@ CONVOLUTION = LayerKind(
     inputs={"weight": 1},
     folds={"weight": "bias"},
     sizes={"out_channels": ("weight", 0), "in_channels": ("weight", 1)},
+    others=("groups",),  # 1, but a grouped one may have come down to that
 )
 TRANSPOSED = LayerKind(
     outputs=_bias(1),
     inputs={"weight": 0},
     folds={"weight": "bias"},
     sizes={"out_channels": ("weight", 1), "in_channels": ("weight", 0)},
+    others=("groups",),
 )
 GROUPED = LayerKind(
     outputs=_bias(0),
@@ -103,7 +105,11 @@ GROUP_NORM = LayerKind(
     outputs=_bias(0), is_passenger=True, synchronise=_group_norm_sizes, others=("num_channels", "num_groups")
 )
 MIXING_GROUP_NORM = LayerKind(
-    outputs=_bias(0), is_passenger=True, is_mixer=True, synchronise=_group_norm_sizes, others=("num_channels",)
+    outputs=_bias(0),
+    is_passenger=True,
+    is_mixer=True,
+    synchronise=_group_norm_sizes,
+    others=("num_channels", "num_groups"),
 )
 LAYER_NORM = LayerKind(
     outputs=_bias(0), is_passenger=True, is_mixer=True, synchronise=_layer_norm_sizes, others=("normalized_shape",)

@@ -337,8 +337,7 @@ class Pruner:
         self._alive = {}
         self._recorder.select(kept, cuts)
         for group in self.groups:
-            if group.prunable:
-                shrink(group, kept[group.name])
+            shrink(group, kept.get(group.name, torch.arange(group.size)), cuts)
 
     # Reports and checks.
 

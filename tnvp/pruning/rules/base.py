@@ -43,11 +43,21 @@ def unknown(walk: Walk, node: fx.Node, result) -> None:
 
 
 def blocked_along(walk: Walk, node: fx.Node, dims: Sequence[int] | None) -> list[Tensor]:
-    """The source's fields that do not vary along ``dims`` (None: any); the others are blocked."""
+    """What is left of the source's fields once an operation has worked along ``dims`` (None: all).
+
+    Neurons that lie along these alone are blocked; those that lie along another dimension too, as behind a stack, go together.
+    """
     source = source_of(node)
     rank = walk.value(source).dim()
     worked = set(range(rank)) if dims is None else {dim % rank for dim in dims}
-    inside = [field for field in walk.fields[source] if varying(field) & worked]
     what = type(walk.layers[node.target]).__name__ if node.op == "call_module" else node.name
-    walk.atoms.block(inside, f"{what} works over its neurons")
-    return [field for field in walk.fields[source] if not varying(field) & worked]
+    reason = f"{what} works over its neurons"
+    left = []
+    for field in walk.fields[source]:
+        if not varying(field) - worked:
+            walk.atoms.block([field], reason)
+            continue
+        for dim in sorted(varying(field) & worked):
+            field = walk.atoms.tie(field, dim, reason)
+        left.append(walk.atoms.compact(field))
+    return left

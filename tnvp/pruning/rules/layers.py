@@ -109,11 +109,15 @@ def attention(walk: Walk, node: fx.Node, result: tuple) -> Fields:
     if name in walk.read or bool((positions >= 0).any()):
         walk.pass_through(walk.read, name, positions)
     _heads(walk, name, module)
-    for user in node.users:
-        if user.target is operator.getitem and user.args[1] == 1 and user.users:
-            walk.block_layer(name, f"the network uses the attention weights of {name}, which are a mean over all heads")
+    if result[1] is not None and any(_sees_weights(user) for user in node.users):
+        walk.block_layer(name, f"the network uses the attention weights of {name}, which are those of all heads")
     embedding = walk.write(f"{name}.out_proj", module.out_proj.out_features)
     return ([along(embedding, result[0].dim() - 1, result[0].dim())], [])
+
+
+def _sees_weights(user: fx.Node) -> bool:
+    """Whether a user of an attention's result (output, weights) looks at more than the output."""
+    return not (user.target is operator.getitem and (user.args[1] == 0 or not user.users))
 
 
 def _heads(walk: Walk, name: str, module: nn.MultiheadAttention) -> None:
