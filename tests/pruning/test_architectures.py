@@ -457,7 +457,7 @@ def test_the_groups_are_those_it_should_have(name):
 PRUNABLE = [name for name, case in CASES.items() if case.prunable]
 
 
-@pytest.mark.parametrize("compensation", ["none", "mean"])
+@pytest.mark.parametrize("compensation", ["none", "mean", "affine"])
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_equals_masked_event_after_event_and_training_goes_on(name, compensation, monkeypatch):
     model, inputs, _ = built(name)

@@ -94,7 +94,7 @@ def test_masked_rows_are_zero_and_stay_zero_whatever_the_optimizer_does(name, op
     assert report.parameter_sparsity <= 0, "nothing has gone yet, and biases may have come"
 
 
-@pytest.mark.parametrize("compensation", ["none", "mean"])
+@pytest.mark.parametrize("compensation", ["none", "mean", "affine"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_masked_network_computes_what_the_rebuilt_one_does(name, compensation):
     model, optimizer, pruner, x = made(name, compensation=compensation)
