@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .attention import become_explicit
+from .attention import become_explicit, leave_nesting
 from .channels import NeuronGroup
 from .compensation import StandIn, compensated, complement
 from .layers import ATTENTION, kind_of, synchronise_sizes
@@ -141,3 +141,4 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
             if kind_of(module) is ATTENTION:
                 become_explicit(module)
             synchronise_sizes(module, len(kept))
+        leave_nesting(model)
