@@ -40,7 +40,7 @@ class ParameterChange:
 
 
 def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
-    """The positions that stay in every dimension touched by a group that loses neurons."""
+    """The positions that stay in every dimension that loses any."""
     alive: dict[tuple[str, str], Tensor] = {}
     for group in groups:
         if group.name not in kept or len(kept[group.name]) == group.size:
@@ -50,7 +50,7 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
         for where, neuron in group.maps.items():
             mask = (neuron < 0) | stays[neuron.clamp(min=0)]
             alive[where] = alive.get(where, True) & mask
-    return {where: mask.nonzero().flatten() for where, mask in alive.items()}
+    return {where: mask.nonzero().flatten() for where, mask in alive.items() if not mask.all()}
 
 
 def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn], mode: str = "rebuild") -> list[ParameterChange]:
