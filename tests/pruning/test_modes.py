@@ -176,6 +176,21 @@ def test_a_mask_between_micro_batches_keeps_the_gradient_of_what_stays():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-9, atol=1e-12)
 
 
+def test_a_gradient_penalty_sees_through_a_mask():
+    gradients = []
+    for mode in ("mask", "rebuild"):
+        model, optimizer, pruner, x = made("mlp", mode=mode)
+        pruner.prune(sparsity=0.5, calibration=[x])
+        optimizer.zero_grad()
+        first = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        pruner.rebuild()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert sum(float(g.abs().sum()) for g in gradients[1].values()) > 0
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=lambda m, n=name: f"{n}: {m}")
+
+
 # ==== Averaged copies ====
 
 

@@ -117,11 +117,15 @@ MODES: dict[str, Callable[[Tensor, dict[int, Tensor]], Tensor]] = {"rebuild": cu
 class _Hold:
     """A gradient hook that keeps masked entries where they are; their values, gradients and optimizer state are zero already."""
 
-    def __init__(self, kept: dict[int, Tensor]):
-        self.kept = kept
+    def __init__(self, parameter: Tensor, kept: dict[int, Tensor]):
+        self.removed = {
+            dim: complement(index, parameter.shape[dim]).to(parameter.device) for dim, index in kept.items()
+        }
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return zeroed_tensor(gradient, self.kept)
+        for dim, index in self.removed.items():
+            gradient = gradient.index_fill(dim, index, 0)  # not in place: a penalty may differentiate it once more
+        return gradient
 
 
 def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) -> None:
@@ -134,7 +138,7 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
             for key in [key for key, hook in change.new._backward_hooks.items() if isinstance(hook, _Hold)]:
                 del change.new._backward_hooks[key]
         if change.mode == "mask" and change.new.requires_grad and change.kept:
-            change.new.register_hook(_Hold(change.kept))
+            change.new.register_hook(_Hold(change.new, change.kept))
     if not masking:
         for (layer, _), kept in cuts.items():
             module = model.get_submodule(layer)
