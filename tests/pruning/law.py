@@ -57,7 +57,7 @@ def prepared(build: Callable[[], nn.Module], inputs: tuple, seed: int = 4) -> nn
             for parameter in module.parameters(recurse=False):
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     for parameter in model.parameters():  # a head of zeros or a scale of 1e-6 would hide all that happens before it
-        if parameter.dim() > 1 and float(parameter.detach().std()) == 0:
+        if parameter.dim() > 1 and len(parameter.detach().unique()) == 1 < parameter.numel():
             parameter.data.normal_(std=0.3)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
     if norms:

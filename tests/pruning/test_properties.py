@@ -141,6 +141,16 @@ def test_pruned_equals_masked_and_training_goes_on(
             trains(model, optimizer, inputs)
 
 
+def test_the_trial_too_leaves_a_neuron_to_a_layer_that_holds_a_part_of_its_group():
+    """Found by the law above: a random part took all of the first layer's neurons, and its batch norm failed."""
+    wide = {"activation": nn.ReLU, "bias": False}
+    chain = (Layer(3, norm="none", shape="plain", **wide), Layer(2, norm="batch", shape="plain", **wide),
+             Layer(3, norm="none", shape="join", **wide), Layer(1, norm="none", shape="residual", **wide))  # fmt: skip
+    x = torch.randn(6, 5).double()
+    groups = tnvp.explain(prepared(lambda: Random(chain, False, False), (x,)), x)
+    assert {g.name: g.size for g in groups if g.prunable} == {"main0": 3, "main1": 5}
+
+
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(
     build=networks,

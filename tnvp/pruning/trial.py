@@ -15,7 +15,9 @@ from .attention import become_explicit, leave_nesting
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of, evaluating
 from .compensation import StandIn, constant_stand_in, replacing
+from .floors import with_floors
 from .layers import absorbs_constants, width
+from .selection import Limits, top
 from .surgery import Cuts, cuts_for, execute, plan
 
 DIFFERS = "the network computes something else without it: its code may depend on the width"
@@ -68,12 +70,13 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
 def _random_parts(groups: Sequence[NeuronGroup]) -> dict[str, Tensor]:
     """A different share of each group's neurons, without pattern: code that counts on equal or regular cuts shows."""
     generator = torch.Generator().manual_seed(0)
-    parts = {}
+    ranks, parts = {}, {}
     for group in groups:
         share = 0.3 + 0.5 * float(torch.rand((), generator=generator))
-        stays = torch.randperm(group.size, generator=generator)[: max(1, int(share * group.size))]
-        parts[group.name] = stays.sort().values
-    return parts
+        ranks[group.name] = torch.randperm(group.size, generator=generator)
+        parts[group.name] = top(ranks[group.name], max(1, int(share * group.size)))
+    everyone = {group.name: torch.arange(group.size) for group in groups}
+    return with_floors(groups, parts, everyone, ranks, Limits())
 
 
 def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
