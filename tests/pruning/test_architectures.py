@@ -481,3 +481,31 @@ def test_what_was_pruned_can_be_saved_and_loaded(name, tmp_path):
     loaded = tnvp.load(tmp_path / "net.pt", into=case.build())
     with torch.no_grad():
         assert difference(loaded(*inputs), model.eval()(*inputs)) == 0
+
+
+# ==== Layers that hold a part of their group ====
+
+
+def joined_and_added():
+    def forward(m, x):
+        return m.out((torch.cat([m.a(x), m.b(x)], 1) + m.c(x)).relu())
+
+    net = Net(forward, a=Linear(7, 4), b=Linear(7, 4), c=Linear(7, 8), out=Linear(8, 3))
+    with torch.no_grad():  # all of a's neurons are the weakest of the group
+        net.a.weight.mul_(0.01)
+        net.c.weight[:4].mul_(0.01)
+    return net
+
+
+@pytest.mark.parametrize("budget", [{"sparsity": 0.7}, {"threshold": 0.9}, {"parameter_reduction": 0.6}])
+@pytest.mark.parametrize("limits", [{}, {"min_neurons": 2}, {"min_neurons": 2, "round_to": 2}])
+def test_a_layer_that_holds_a_part_of_its_group_does_not_lose_all_of_it(budget, limits):
+    model = prepared(joined_and_added, (VECTORS.double(),))
+    pruner = tnvp.Pruner(model, example_inputs=VECTORS.double(), criterion="l2", compensation="none")
+    pruner.prune(**budget, **limits)
+    a, b, c = (layer.out_features for layer in (model.a, model.b, model.c))
+    assert a + b == c == model.out.in_features < 8
+    assert min(a, b) >= limits.get("min_neurons", 1) and c % limits.get("round_to", 1) == 0
+    before = [p.shape for p in model.parameters()]
+    pruner.prune(**budget, **limits) if "threshold" not in budget else None
+    assert [p.shape for p in model.parameters()] == before, "asking again removes nothing"

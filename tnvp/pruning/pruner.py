@@ -19,6 +19,7 @@ from .cost import flop_count, parameter_count
 from .criteria import CRITERIA
 from .errors import PruningError, choose
 from .evidence import COUPLINGS, evidence_for
+from .floors import with_floors
 from .graph import find_groups
 from .layers import width
 from .optimizer_state import (
@@ -281,10 +282,15 @@ class Pruner:
     def _select(self, requested: dict[str, float], scores: Scores, limits: Limits) -> Kept:
         """The neurons to keep, of those that are not masked."""
         living = self._living()
-        chosen = self._choose({name: scores[name][alive] for name, alive in living.items()}, requested, limits)
-        return {name: living[name][index] for name, index in chosen.items()}
 
-    def _choose(self, scores: Scores, requested: dict[str, float], limits: Limits) -> Kept:
+        def in_group(chosen: Kept) -> Kept:
+            kept = {name: living[name][index] for name, index in chosen.items()}
+            return with_floors(self.groups, kept, living, scores, limits)
+
+        return in_group(self._choose({n: scores[n][alive] for n, alive in living.items()}, requested, limits, in_group))
+
+    def _choose(self, scores: Scores, requested: dict[str, float], limits: Limits, in_group) -> Kept:
+        """Indices among the living neurons; ``in_group`` makes them those of the group."""
         ((budget, value),) = requested.items()
         if budget == "sparsity":
             return keep_by_sparsity(scores, self._original, value, limits)
@@ -294,11 +300,10 @@ class Pruner:
         if budget == "flops_reduction" and self._flops is None:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
         measure = self._flops_reduction if budget == "flops_reduction" else self._parameter_reduction
-        living = self._living()
 
         def reduction(chosen: Kept) -> float:
             trial = copy_of(self.model)
-            cuts = cuts_for(self.groups, {name: living[name][index] for name, index in chosen.items()})
+            cuts = cuts_for(self.groups, in_group(chosen))
             execute(trial, plan(trial, cuts, self._any_constants(cuts)), cuts)
             return measure(trial)
 
