@@ -221,8 +221,9 @@ class Pruner:
         how = self.compensation if scores is not None else "none"
         taken = stand_ins(how, self.model, cut_groups, read, calibrated or self._recorder, self._inputs)
         masked = self._masked_outputs(taken, batches)
+        present = self._living() if mode == "mask" else {g.name: torch.arange(g.size) for g in self.groups}
         groups = [
-            group_report(g, kept[g.name], scores and scores[g.name], self._recorder.ids[g.name])
+            group_report(g, kept[g.name], present[g.name], scores and scores[g.name], self._recorder.ids[g.name])
             for g in self.groups
             if g.prunable
         ]
