@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tnvp import models
-from tnvp.pruning.attention import become_explicit
+from tnvp.pruning.attention import become_explicit, leave_nesting
 from tnvp.pruning.layers import ATTENTION, kind_of
 
 FORMAT = "tnvp-model-2"
@@ -118,6 +118,7 @@ def resize(model: nn.Module, state: dict[str, Tensor], sizes: dict, source: obje
         setattr(module, tensor, nn.Parameter(new, like.requires_grad) if isinstance(like, nn.Parameter) else new)
     for layer, values in sizes.items():
         _set_sizes(model.get_submodule(layer), layer, values, source)
+    leave_nesting(model)
 
 
 def _fold_of(model: nn.Module, name: str) -> nn.Parameter | None:

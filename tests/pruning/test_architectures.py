@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tnvp
+from tnvp.pruning.compensation import replacing
 
 from .law import Net, Net2, difference, doubled, prepared, pruned_equals_masked, spy_on_stand_ins, trains
 
@@ -386,6 +389,14 @@ CASES = {
     "mean over space": Case(
         lambda: Net(lambda m, x: m.out(m.a(x).relu().mean([2, 3])), a=Conv(3, 8, 3), out=Linear(8, 3)), IMAGES, {"a": 8}
     ),
+    "maximum over space, by name": Case(
+        lambda: Net(lambda m, x: m.out(m.a(x).flatten(2).max(dim=-1).values), a=Conv(3, 8, 3), out=Linear(8, 3)),
+        IMAGES, {"a": 8},
+    ),
+    "maxout": Case(
+        lambda: Net(lambda m, x: (lambda h: m.out(h.view(h.size(0), 2, -1).max(1).values))(m.a(x)), a=Linear(7, 8), out=Linear(4, 3)),
+        VECTORS, {"a": 4},
+    ),
     "squeeze": Case(
         lambda: Net(lambda m, x: m.out(F.adaptive_avg_pool2d(m.a(x), 1).squeeze()), a=Conv(3, 8, 3), out=Linear(8, 3)),
         IMAGES, {}, {"a": r"squeeze\(dim\)"},
@@ -457,7 +468,7 @@ def test_the_groups_are_those_it_should_have(name):
 PRUNABLE = [name for name, case in CASES.items() if case.prunable]
 
 
-@pytest.mark.parametrize("compensation", ["none", "mean"])
+@pytest.mark.parametrize("compensation", ["none", "mean", "affine"])
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_equals_masked_event_after_event_and_training_goes_on(name, compensation, monkeypatch):
     model, inputs, _ = built(name)
@@ -509,3 +520,72 @@ def test_a_layer_that_holds_a_part_of_its_group_does_not_lose_all_of_it(budget, 
     before = [p.shape for p in model.parameters()]
     pruner.prune(**budget, **limits) if "threshold" not in budget else None
     assert [p.shape for p in model.parameters()] == before, "asking again removes nothing"
+
+
+# ==== Mixers ====
+
+
+def layer_normed(norm: Callable[[], nn.Module] = lambda: nn.LayerNorm(10)):
+    return nn.Sequential(Linear(7, 10), norm(), nn.GELU(), Linear(10, 8), nn.ReLU(), Linear(8, 3))
+
+
+# name → (network, inputs, groups that only approximate=True prunes: name → neurons)
+MIXED = {
+    "layer norm": (layer_normed, VECTORS, {"0": 10}),
+    "layer norm without affine": (lambda: layer_normed(lambda: nn.LayerNorm(10, elementwise_affine=False)), VECTORS, {"0": 10}),
+    "rms norm": (lambda: layer_normed(lambda: nn.RMSNorm(10)), VECTORS, {"0": 10}),
+    "group norm of one group": (
+        lambda: nn.Sequential(Conv(3, 8, 3), nn.GroupNorm(1, 8), nn.ReLU(), Conv(8, 4, 3), nn.Flatten(), Linear(64, 3)), IMAGES, {"0": 8},
+    ),
+    "mixer": (lambda: nn.Sequential(Linear(12, 12), mixer_block(), Linear(12, 3)), TOKENS, {"0": 12}),
+}  # fmt: skip
+
+
+def mixer_block():
+    def forward(m, x):
+        return x + m.c2(F.gelu(m.c1(m.n(x))))
+
+    return Net(forward, n=nn.LayerNorm(12), c1=Linear(12, 16), c2=Linear(16, 12))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_behind_a_mixer_only_approximate_prunes_and_the_certificate_tells_the_error(name, monkeypatch):
+    build, inputs, mixed = MIXED[name]
+    inputs = doubled(inputs)
+    model = prepared(build, inputs)
+    exact = {g.name: g for g in tnvp.explain(model, inputs)}
+    for group in mixed:
+        assert not exact[group].prunable and "approximate=True" in exact[group].reason
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pruner = tnvp.Pruner(model, example_inputs=inputs, optimizer=optimizer, criterion="l2", approximate=True)
+    prunable = {g.name: g.size for g in pruner.groups if g.prunable}
+    assert mixed.items() <= prunable.items()
+    used = spy_on_stand_ins(monkeypatch)
+    for sparsity in (0.3, 0.5, 0.6):
+        before = copy.deepcopy(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*or a mixer")
+            report = pruner.prune(sparsity=sparsity, calibration=[(inputs, None)])
+        with torch.no_grad():
+            old, found = before(*inputs), model(*inputs)
+            with replacing(before, used):
+                masked = before(*inputs)
+        scale = old.norm()
+        certificate = report.certificate
+        assert certificate.border_part > 1e-4
+        assert certificate.border_part == pytest.approx(float((found - masked).norm() / scale), rel=1e-6)
+        assert certificate.predicted == pytest.approx(float((masked - old).norm() / scale), rel=1e-6)
+        assert certificate.measured == pytest.approx(float((found - old).norm() / scale), rel=1e-6)
+        trains(model, optimizer, inputs)
+    assert all(pruner.widths[g] == prunable[g] - round(0.6 * prunable[g]) for g in mixed)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_network_pruned_behind_a_mixer_can_be_saved_and_loaded(name, tmp_path):
+    build, inputs, _ = MIXED[name]
+    inputs = doubled(inputs)
+    model = prepared(build, inputs)
+    tnvp.Pruner(model, example_inputs=inputs, criterion="l2", compensation="none", approximate=True).prune(sparsity=0.5)
+    tnvp.save(model, tmp_path / "net.pt")
+    with torch.no_grad():
+        assert difference(tnvp.load(tmp_path / "net.pt", into=build())(*inputs), model(*inputs)) == 0

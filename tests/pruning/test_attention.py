@@ -14,7 +14,7 @@ from torch import nn
 import tnvp
 from tnvp.pruning.attention import Attention, become_explicit
 
-from .law import Net, difference, prepared, pruned_equals_masked, spy_on_stand_ins, trains
+from .law import Net, Net2, difference, prepared, pruned_equals_masked, spy_on_stand_ins, trains
 
 Linear = nn.Linear
 
@@ -263,7 +263,7 @@ def test_the_groups_are_those_it_should_have(name):
 PRUNABLE = [name for name, case in NETWORKS.items() if case[1]]
 
 
-@pytest.mark.parametrize("compensation", ["none", "mean", "act_of_mean"])
+@pytest.mark.parametrize("compensation", ["none", "mean", "act_of_mean", "affine"])
 @pytest.mark.parametrize("name", PRUNABLE)
 def test_pruned_equals_masked_event_after_event_and_training_goes_on(name, compensation, monkeypatch):
     model, inputs, *_ = built(name)
@@ -324,3 +324,73 @@ def test_recording_sees_what_the_heads_give_and_leaves_torchs_own_class():
     report = pruner.prune(sparsity=0.5)
     assert {len(g.removed) for g in report.groups if g.name.endswith("attention")} == {2}
     assert model[1].attention.num_heads == 2 and model[1].attention.embed_dim == 12
+
+
+# ==== Padded tokens, and parts of an attention ====
+
+
+def padded_encoder(layers: int = 2) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.0, batch_first=True)
+    return Net2(
+        lambda m, x, y: m.out(m.encoder(x, src_key_padding_mask=y)),
+        encoder=nn.TransformerEncoder(layer, layers), out=Linear(12, 3),
+    )  # fmt: skip
+
+
+PADDING = torch.arange(5) >= torch.tensor([[5], [3], [2]])
+
+
+@pytest.mark.parametrize("traced_with_padding", [True, False])
+def test_padded_tokens_where_torchs_encoder_would_nest_them(traced_with_padding, monkeypatch, tmp_path):
+    """In eval mode without gradients it packs them away for its fused layers, which only whole attentions know."""
+    model = prepared(padded_encoder, (TOKENS, PADDING))
+    before = copy.deepcopy(model)
+    example = (TOKENS, PADDING if traced_with_padding else torch.zeros_like(PADDING))
+    pruner = tnvp.Pruner(model, example_inputs=example, criterion="variance", compensation="mean")
+    with torch.no_grad():
+        packed = model(TOKENS, PADDING)
+        with pruner.record():
+            assert difference(model(TOKENS, PADDING)[~PADDING], packed[~PADDING]) < 1e-12
+        assert difference(model(TOKENS, PADDING), packed) == 0, "recording leaves torch's own way"
+    report = pruned_equals_masked(pruner, spy_on_stand_ins(monkeypatch), (TOKENS, PADDING), sparsity=0.5)
+    assert len([g for g in report.groups if g.removed]) == 4
+    with torch.no_grad():
+        found = model(TOKENS, PADDING)
+        assert difference(found[~PADDING], model.train()(TOKENS, PADDING)[~PADDING]) < 1e-12
+        tnvp.save(model, tmp_path / "net.pt")
+        loaded = tnvp.load(tmp_path / "net.pt", into=padded_encoder())
+        assert difference(loaded(TOKENS, PADDING), found) < 1e-12
+        assert difference(before(TOKENS, PADDING), packed) == 0
+
+
+@pytest.mark.parametrize("stays", list(itertools.combinations(("embed", "attention", "attention.out_proj"), 2)))
+def test_one_part_of_an_attention_alone(stays, monkeypatch):
+    model = prepared(sequential_attention, (TOKENS,))
+    pruner = tnvp.Pruner(model, example_inputs=TOKENS, criterion="l2", compensation="mean", ignore=stays)
+    pruned_equals_masked(pruner, spy_on_stand_ins(monkeypatch), (TOKENS,), sparsity=0.5)
+    with torch.no_grad():
+        found = model(TOKENS)
+        assert difference(model.train()(TOKENS), found) < 1e-12
+    assert difference(model.eval()(TOKENS), found) < 1e-12
+
+
+@pytest.mark.parametrize("part", ["linear1", "self_attn"])
+def test_one_part_of_an_encoder_layer_alone(part, monkeypatch):
+    model = prepared(padded_encoder, (TOKENS, PADDING))
+    names = [f"encoder.layers.{i}.{name}" for i in (0, 1) for name in ("linear1", "self_attn") if name != part]
+    pruner = tnvp.Pruner(model, example_inputs=(TOKENS, PADDING), criterion="l2", compensation="mean", ignore=names)
+    pruned_equals_masked(pruner, spy_on_stand_ins(monkeypatch), (TOKENS, PADDING), sparsity=0.5)
+    with torch.no_grad():
+        found = model(TOKENS, PADDING)[~PADDING]
+        assert difference(model.train()(TOKENS, PADDING)[~PADDING], found) < 1e-12
+
+
+def test_under_autocast():
+    theirs, ours = (module.float() for module in both(batch_first=True))
+    x, mask = TOKENS.float(), noise(5, 5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        for options in ({}, {"need_weights": False}, {"attn_mask": mask}, {"attn_mask": mask, "need_weights": False}):
+            for a, b in zip(theirs(x, x, x, **options), ours(x, x, x, **options), strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)

@@ -94,7 +94,7 @@ def test_masked_rows_are_zero_and_stay_zero_whatever_the_optimizer_does(name, op
     assert report.parameter_sparsity <= 0, "nothing has gone yet, and biases may have come"
 
 
-@pytest.mark.parametrize("compensation", ["none", "mean"])
+@pytest.mark.parametrize("compensation", ["none", "mean", "affine"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_masked_network_computes_what_the_rebuilt_one_does(name, compensation):
     model, optimizer, pruner, x = made(name, compensation=compensation)
@@ -174,6 +174,21 @@ def test_a_mask_between_micro_batches_keeps_the_gradient_of_what_stays():
         grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_gradient_penalty_sees_through_a_mask():
+    gradients = []
+    for mode in ("mask", "rebuild"):
+        model, optimizer, pruner, x = made("mlp", mode=mode)
+        pruner.prune(sparsity=0.5, calibration=[x])
+        optimizer.zero_grad()
+        first = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        pruner.rebuild()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert sum(float(g.abs().sum()) for g in gradients[1].values()) > 0
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ==== Averaged copies ====

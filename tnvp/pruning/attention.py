@@ -36,7 +36,7 @@ class Attention(nn.MultiheadAttention):
         weights = None
         if need_weights:
             scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
-            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            weights = F.dropout((scores if mask is None else scores + mask.to(scores)).softmax(-1), dropout)
             heads = weights @ v
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights.squeeze(0)
@@ -78,12 +78,25 @@ def become_explicit(module: nn.Module) -> None:
         module._qkv_same_embed_dim = False
 
 
+def leave_nesting(model: nn.Module) -> None:
+    """Keep torch's encoders from handing their `Attention` nested tensors, as they do in eval mode where tokens are padded."""
+    for encoder in _encoders(model):
+        if any(type(module) is Attention for module in encoder.modules()):
+            encoder.use_nested_tensor = False
+
+
+def _encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
+    return [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+
+
 @contextmanager
 def explicit_attention(model: nn.Module) -> Iterator[None]:
     """Inside, every attention of ``model`` shows what its heads give to its ``out_proj``."""
     turned = [m for m in model.modules() if type(m) is nn.MultiheadAttention and m._qkv_same_embed_dim]
+    nesting = [(encoder, encoder.use_nested_tensor) for encoder in _encoders(model)]
     for module in turned:
         become_explicit(module)
+    leave_nesting(model)
     try:
         yield
     finally:
@@ -91,3 +104,6 @@ def explicit_attention(model: nn.Module) -> Iterator[None]:
             if module.in_proj_weight.shape[0] == 3 * module.in_proj_weight.shape[1]:  # not cut inside
                 module.__class__ = nn.MultiheadAttention
                 module._qkv_same_embed_dim = True
+        for encoder, nests in nesting:
+            encoder.use_nested_tensor = nests
+        leave_nesting(model)

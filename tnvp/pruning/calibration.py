@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .attention import explicit_attention
 from .channels import evaluating
 from .errors import PruningError
 from .layers import BATCH_NORMS
@@ -32,8 +33,10 @@ def on_device_of(model: nn.Module, arguments: tuple) -> tuple:
 
 
 def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
+    """Every tensor that the network gives on each batch; attention is spelled out, since fused layers answer otherwise where
+    tokens are padded."""
     found: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), explicit_attention(model), torch.no_grad():
         for batch in batches:
             output = model(*on_device_of(model, batch))
             found += [leaf.double().cpu() for leaf in tensors_in(output) if leaf.is_floating_point()]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .attention import become_explicit
+from .attention import become_explicit, leave_nesting
 from .channels import NeuronGroup
 from .compensation import StandIn, compensated, complement
 from .layers import ATTENTION, kind_of, synchronise_sizes
@@ -40,7 +40,7 @@ class ParameterChange:
 
 
 def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
-    """The positions that stay in every dimension touched by a group that loses neurons."""
+    """The positions that stay in every dimension that loses any."""
     alive: dict[tuple[str, str], Tensor] = {}
     for group in groups:
         if group.name not in kept or len(kept[group.name]) == group.size:
@@ -50,7 +50,7 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
         for where, neuron in group.maps.items():
             mask = (neuron < 0) | stays[neuron.clamp(min=0)]
             alive[where] = alive.get(where, True) & mask
-    return {where: mask.nonzero().flatten() for where, mask in alive.items()}
+    return {where: mask.nonzero().flatten() for where, mask in alive.items() if not mask.all()}
 
 
 def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn], mode: str = "rebuild") -> list[ParameterChange]:
@@ -117,11 +117,15 @@ MODES: dict[str, Callable[[Tensor, dict[int, Tensor]], Tensor]] = {"rebuild": cu
 class _Hold:
     """A gradient hook that keeps masked entries where they are; their values, gradients and optimizer state are zero already."""
 
-    def __init__(self, kept: dict[int, Tensor]):
-        self.kept = kept
+    def __init__(self, parameter: Tensor, kept: dict[int, Tensor]):
+        self.removed = {
+            dim: complement(index, parameter.shape[dim]).to(parameter.device) for dim, index in kept.items()
+        }
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return zeroed_tensor(gradient, self.kept)
+        for dim, index in self.removed.items():
+            gradient = gradient.index_fill(dim, index, 0)  # not in place: a penalty may differentiate it once more
+        return gradient
 
 
 def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) -> None:
@@ -134,10 +138,11 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
             for key in [key for key, hook in change.new._backward_hooks.items() if isinstance(hook, _Hold)]:
                 del change.new._backward_hooks[key]
         if change.mode == "mask" and change.new.requires_grad and change.kept:
-            change.new.register_hook(_Hold(change.kept))
+            change.new.register_hook(_Hold(change.new, change.kept))
     if not masking:
         for (layer, _), kept in cuts.items():
             module = model.get_submodule(layer)
             if kind_of(module) is ATTENTION:
                 become_explicit(module)
             synchronise_sizes(module, len(kept))
+        leave_nesting(model)

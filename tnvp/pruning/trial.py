@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .attention import become_explicit
+from .attention import become_explicit, leave_nesting
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of, evaluating
 from .compensation import StandIn, constant_stand_in, replacing
@@ -93,6 +93,7 @@ def _masked(model: nn.Module, cuts: Cuts, inputs: tuple) -> tuple[nn.Module, tup
 def _explicit(model: nn.Module) -> nn.Module:
     for module in model.modules():
         become_explicit(module)
+    leave_nesting(model)
     return model
 
 

@@ -35,6 +35,9 @@ def size(walk: Walk, node: fx.Node, result) -> None:
 
 
 def size_attribute(walk: Walk, node: fx.Node, result) -> Fields | None:
+    parts = walk.value(node.args[0])
+    if isinstance(parts, tuple) and isinstance(walk.fields[node.args[0]], tuple):  # .values of max(dim)
+        return next(f for part, f in zip(parts, walk.fields[node.args[0]], strict=True) if part is result)
     if isinstance(result, Tensor):
         return moved(walk, node, result) if node.args[1] in ("T", "mT") else unknown(walk, node, result)
     return size(walk, node, result) if node.args[1] == "shape" else None
