@@ -81,6 +81,37 @@ def test_gradual_follows_its_schedule(started):
     assert achieved == pytest.approx(requested, abs=1 / 48)
 
 
+def test_an_event_carries_its_certificate(started):
+    _, _, directory = started("pruning.compensation=mean")
+    (event,) = directory.events()
+    found = {
+        name: event[f"certificate/{name}"]
+        for name in ("predicted", "measured", "mean_part", "remainder", "border_part")
+    }
+    assert found["measured"] == event["output_error"] > 0
+    assert found["predicted"] == pytest.approx(found["measured"], rel=1e-3), "no layer here has a border"
+    assert found["predicted"] ** 2 == pytest.approx(found["mean_part"] ** 2 + found["remainder"] ** 2)
+    assert found["border_part"] < 1e-4 and event["certificate/disagreement"] == ""
+
+
+def test_a_masked_run_ends_as_the_rebuilt_one(started):
+    (_, rebuilt, shrunk), (_, masked, zeroed) = (
+        started(*KINDS["gradual"], f"pruning.mode={m}") for m in ("rebuild", "mask")
+    )
+    for before, after in zip(shrunk.events(), zeroed.events(), strict=True):
+        assert [g["removed"] for g in before["groups"]] == [g["removed"] for g in after["groups"]]
+        assert after["parameter_sparsity"] == 0 < before["parameter_sparsity"], "a mask alone saves nothing"
+    assert rebuilt["parameters"] == masked["parameters"] and rebuilt["test_accuracy"] == masked["test_accuracy"]
+
+
+def test_batch_norms_are_recalibrated_as_a_step_of_its_own(started):
+    _, _, directory = started("model.batch_norm=true", "pruning.bn_recalibrate=3")
+    (event,) = directory.events()
+    assert event["accuracy_recalibrated"] >= event["accuracy_after"]
+    _, _, directory = started("model.batch_norm=true")
+    assert "accuracy_recalibrated" not in directory.events()[0]
+
+
 def test_neurons_keep_the_ids_they_were_born_with(started):
     _, _, directory = started(*KINDS["gradual"])
     alive = {"fc1": set(range(32)), "fc2": set(range(16))}

@@ -27,12 +27,14 @@ class CheckpointError(ValueError):
 def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole."""
     path = Path(path)
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    own = model.state_dict()
+    state = {name: tensor.detach().cpu() for name, tensor in own.items()}
     content = {
         "format": FORMAT,
         "class": type(model).__name__,
         "built_from": getattr(model, "built_from", None),
         "state": state,
+        "metadata": dict(own._metadata),  # versions that some layers ask for
         "sizes": sizes_of(model),
     }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -64,7 +66,7 @@ def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module:
         into = models.build(**built_from)
     resize(into, content["state"], content["sizes"], path)
     state = OrderedDict(content["state"])
-    state._metadata = into.state_dict()._metadata  # some classes look for their version there
+    state._metadata = content["metadata"]
     into.load_state_dict(state)
     return into.eval()
 

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from tnvp import results
 from tnvp.figure_style import (
     CRITERIA,
+    DASHES,
     STYLE,
     UNKNOWN,
     label_ends,
@@ -67,19 +68,54 @@ def accuracy_vs_sparsity(table: pd.DataFrame, title: str | None = None, source: 
     return figure
 
 
+def accuracy_by_compensation(table: pd.DataFrame, title: str, source: str = "RUNS") -> Figure:
+    """Test accuracy against achieved neuron sparsity right after pruning, one line a criterion and compensation.
+
+    table: rows that differ in nothing but these, the sparsity and the seed. Colours and markers tell the criterion,
+    dashes the compensation. Lines, bands and dots as in `accuracy_vs_sparsity`.
+    """
+    pruned = table[table["config.pruning.name"] != "none"]
+    parts = {name: rows for name, rows in pruned.groupby("config.pruning.compensation") if len(rows)}
+    means = {name: results.aggregate(rows) for name, rows in parts.items()}
+    if any(rows["setting"].nunique() != 1 for rows in means.values()):
+        raise ResultsError("the runs differ in more than criterion, compensation, sparsity and seed")
+    dense, what = _dense(table, pruned)
+    with matplotlib.rc_context(STYLE):
+        caption = _caption(pruned, pd.concat(means.values()), f"Unpruned: {what}, n = {dense.n}.", source)
+        figure = new_figure(6.4, 4.6, title, caption)
+        axes = figure.subplots()
+        axes.set(xlabel="Neuron sparsity (% of neurons removed)", ylabel="Test accuracy right after pruning (%)")
+        ends = []
+        for (name, rows), dash in zip(parts.items(), DASHES, strict=False):
+            ends += _accuracy_lines(axes, rows, means[name], "test_accuracy_pruned", f" + {name}", dash)
+        _finish_accuracy(axes, ends, dense)
+    return figure
+
+
 def _accuracy_panel(axes: Axes, runs: pd.DataFrame, means: pd.DataFrame, column: str, dense: results.Interval) -> None:
+    _finish_accuracy(axes, _accuracy_lines(axes, runs, means, column), dense)
+
+
+def _accuracy_lines(
+    axes: Axes, runs: pd.DataFrame, means: pd.DataFrame, column: str, suffix: str = "", dash: object = None
+) -> list[tuple[float, float, str, str]]:
+    """Draw a line, a band and dots for each criterion; returns the lines' ends, to be labelled."""
     ends = []
     for criterion in sorted(means["criterion"].unique(), key=order):
-        colour, marker, dash = CRITERIA.get(criterion, UNKNOWN)
+        colour, marker, own_dash = CRITERIA.get(criterion, UNKNOWN)
         line = means[means["criterion"] == criterion].dropna(subset=[column]).sort_values("neuron_sparsity")
         x, y, half = (line[name].to_numpy(float) for name in ("neuron_sparsity", column, f"{column}_half"))
         dots = runs[runs["criterion"] == criterion]
+        label = f"{criterion}{suffix}"
         axes.scatter(100 * dots["neuron_sparsity"], dots[column], s=7, color=colour, alpha=0.35, linewidths=0)
         axes.fill_between(100 * x, y - half, y + half, color=colour, alpha=0.12, linewidth=0)
-        axes.plot(
-            100 * x, y, color=colour, marker=marker, linestyle=dash, label=criterion, path_effects=outline(criterion)
-        )
-        ends += [(100 * x[-1], y[-1], criterion, colour)] if len(x) else []
+        style = dict(color=colour, marker=marker, linestyle=own_dash if dash is None else dash)
+        axes.plot(100 * x, y, label=label, path_effects=outline(criterion), **style)
+        ends += [(100 * x[-1], y[-1], label, colour)] if len(x) else []
+    return ends
+
+
+def _finish_accuracy(axes: Axes, ends: list[tuple[float, float, str, str]], dense: results.Interval) -> None:
     if dense.n:
         axes.axhline(dense.mean, color="0.35", linewidth=1, zorder=1.5)
         spread = np.nan_to_num(dense.half)
@@ -132,6 +168,9 @@ def draw(root: str | Path, out: str | Path) -> list[Path]:
     for setting, rows in results.by_setting(table[~unpruned]).items() if not unpruned.all() else ():
         figure = accuracy_vs_sparsity(pd.concat([rows, table[unpruned]]), setting, str(root))
         written += save(figure, out / _slug(f"accuracy-{setting}"))
+    for title, rows in _by_compensation(table[~unpruned]):
+        figure = accuracy_by_compensation(rows, f"Accuracy by criterion and compensation: {title}", str(root))
+        written += save(figure, out / _slug(f"compensation-{title}"))
     seen = set()
     for name, row in _representatives(table):
         kind = tuple(row[results.BASE[:3]])
@@ -139,6 +178,17 @@ def draw(root: str | Path, out: str | Path) -> list[Path]:
             written += save(figure, out / _slug(f"{noun}-{name}"))
         seen.add(kind)
     return written
+
+
+def _by_compensation(pruned: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Title, rows of each setting that was run with several compensations."""
+    column = "config.pruning.compensation"
+    if column not in pruned:
+        return
+    fields = [name for name in results.setting_fields(pruned) if name != column]
+    for _, rows in pruned.groupby(fields, dropna=False):
+        if rows[column].nunique() > 1:
+            yield ", ".join(rows[results.BASE[:3]].iloc[0]), rows
 
 
 def _representatives(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import tnvp

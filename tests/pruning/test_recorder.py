@@ -117,6 +117,8 @@ def test_works_in_inference_mode_and_out_of_it_alike():
 def test_a_compiled_network_is_recorded_and_computes_the_same(compiled_before):
     model = mlp()
     fast = torch.compile(model, backend="eager")
+    for other in [mlp(), mlp()] if compiled_before else []:  # code made for an equal network, too
+        torch.compile(other, backend="eager")(X)
     if compiled_before:
         fast(X)
     recorder = recorder_of(model, kinds=EVERYTHING)

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .attention import explicit_attention
+from .calibration import on_device_of
 from .channels import evaluating
 
 
@@ -25,3 +26,22 @@ def flop_count(model: nn.Module, inputs: tuple) -> int:
     with evaluating(model), torch.no_grad(), explicit_attention(model), sdpa_kernel(SDPBackend.MATH), counter:
         model(*inputs)
     return counter.get_total_flops()
+
+
+class Savings:
+    """What a network has saved against what it was when this was made. FLOPs are unknown (None) without inputs."""
+
+    def __init__(self, model: nn.Module, inputs: tuple | None):
+        self.inputs = inputs
+        self._parameters, self._flops = parameter_count(model), self.flops(model)
+
+    def flops(self, model: nn.Module) -> int | None:
+        return None if self.inputs is None else flop_count(model, on_device_of(model, self.inputs))
+
+    def parameter_reduction(self, model: nn.Module) -> float:
+        """Fraction of the original parameters that is gone."""
+        return 1 - parameter_count(model) / self._parameters
+
+    def flops_reduction(self, model: nn.Module) -> float | None:
+        """Fraction of the original FLOPs that is gone."""
+        return 1 - self.flops(model) / self._flops if self._flops else None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error
+from .calibration import calibration_batches, outputs, recalibrate, relative_error
 from .certificate import Certificate, certify, excuses, warn_of_disagreement
 from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names, shrink
 from .compensation import COMPENSATIONS, StandIn, constant_stand_in, replacing, stand_ins
-from .cost import flop_count, parameter_count
+from .cost import Savings, parameter_count
 from .criteria import CRITERIA
 from .errors import PruningError, choose
 from .evidence import COUPLINGS, evidence_for
@@ -93,7 +93,7 @@ class Pruner:
         self._require_something_prunable()
         check_optimizers(model, self._optimizers)
         self._original = {group.name: group.size for group in self.groups if group.prunable}
-        self._parameters, self._flops = parameter_count(model), self._count_flops(model)
+        self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
         self._recorder = Recorder(model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), window)
 
@@ -129,8 +129,8 @@ class Pruner:
         """How far the network is from the original, as fractions removed: neurons (of prunable groups), parameters, FLOPs."""
         return {
             "neuron_sparsity": 1 - sum(self.widths.values()) / sum(self._original.values()),
-            "parameter_sparsity": self._parameter_reduction(self.model),
-            "flops_reduction": self._flops_reduction(self.model),
+            "parameter_sparsity": self._savings.parameter_reduction(self.model),
+            "flops_reduction": self._savings.flops_reduction(self.model),
         }
 
     # Pruning.
@@ -221,8 +221,9 @@ class Pruner:
         how = self.compensation if scores is not None else "none"
         taken = stand_ins(how, self.model, cut_groups, read, calibrated or self._recorder, self._inputs)
         masked = self._masked_outputs(taken, batches)
+        present = self._living() if mode == "mask" else {g.name: torch.arange(g.size) for g in self.groups}
         groups = [
-            group_report(g, kept[g.name], scores and scores[g.name], self._recorder.ids[g.name])
+            group_report(g, kept[g.name], present[g.name], scores and scores[g.name], self._recorder.ids[g.name])
             for g in self.groups
             if g.prunable
         ]
@@ -233,7 +234,7 @@ class Pruner:
             mode=mode,
             **self.reductions(),
             parameters=parameter_count(self.model),
-            flops=self._count_flops(self.model),
+            flops=self._savings.flops(self.model),
             output_error=relative_error(before, after) if batches else None,
             certificate=self._certificate(before, masked, after, cut_groups, batches) if before else None,
             seconds=time.perf_counter() - started,
@@ -297,9 +298,9 @@ class Pruner:
         if budget == "threshold":
             root = CRITERIA[self.criterion].is_variance
             return keep_by_threshold({n: s.sqrt() if root else s for n, s in scores.items()}, value, limits)
-        if budget == "flops_reduction" and self._flops is None:
+        measure = getattr(self._savings, budget)
+        if measure(self.model) is None:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
-        measure = self._flops_reduction if budget == "flops_reduction" else self._parameter_reduction
 
         def reduction(chosen: Kept) -> float:
             trial = copy_of(self.model)
@@ -365,17 +366,6 @@ class Pruner:
                 f"the averaged copy ({type(averaged).__name__}) has other layers or shapes than the model"
             )
         return network
-
-    def _count_flops(self, model: nn.Module) -> int | None:
-        if self._inputs is None:
-            return None
-        return flop_count(model, on_device_of(model, self._inputs))
-
-    def _flops_reduction(self, model: nn.Module) -> float | None:
-        return 1 - self._count_flops(model) / self._flops if self._flops else None
-
-    def _parameter_reduction(self, model: nn.Module) -> float:
-        return 1 - parameter_count(model) / self._parameters
 
     def _ignore(self, names: Iterable[str]) -> None:
         known = layer_names(dict(self.model.named_modules()))

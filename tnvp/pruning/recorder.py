@@ -64,6 +64,12 @@ def _bury():
     return dead_hook
 
 
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made before would go on without the new hooks: it does not look whether there are any."""
+    if torch._dynamo.utils.counters["frames"]:
+        torch.compiler.reset()
+
+
 class Recorder:
     """Moments of the signals of ``groups``, over the current window and over all that scores look at.
 
@@ -118,6 +124,7 @@ class Recorder:
         modules = dict(self.model.named_modules())
         handles = []
         self._block, self._correlates = object(), covariance
+        _forget_compiled_code()
         try:
             for signal in self._signals:
                 module = modules[signal[0]]

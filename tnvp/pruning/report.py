@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .certificate import Certificate
 from .channels import NeuronGroup
-from .compensation import complement
 from .surgery import Cuts
 
 
@@ -69,9 +68,12 @@ class PruneReport:
         return "\n".join(lines)
 
 
-def group_report(group: NeuronGroup, kept: Tensor, scores: Tensor | None, ids: Tensor) -> GroupReport:
-    """The report on ``group``, as it is before the event, when the neurons ``kept`` stay; ``ids`` [N] are those at birth."""
-    removed = complement(kept, group.size)
+def group_report(group: NeuronGroup, kept: Tensor, present: Tensor, scores: Tensor | None, ids: Tensor) -> GroupReport:
+    """The report on ``group``, as it is before the event, when of the neurons ``present`` only ``kept`` stay.
+
+    Neurons that are masked already are not present; ``ids`` [N] are those at birth.
+    """
+    removed = present[~torch.isin(present, kept)]
     removed_in = {
         layer: torch.isin(neuron, removed).nonzero().flatten().tolist() for (layer, _), neuron in group.maps.items()
     }

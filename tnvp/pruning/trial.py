@@ -50,19 +50,18 @@ def _trouble(model: nn.Module, groups: Sequence[NeuronGroup], inputs: tuple) -> 
     """What goes wrong when a random part of all ``groups`` is cut; "" if nothing does."""
     cuts = cuts_for(groups, _random_parts(groups))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        full, inputs = _in_double(model, inputs)
-        pruned, stand_ins = copy_of(full), _stand_ins(full, cuts)
+        full, inputs, stand_ins, expected = _masked(model, cuts, inputs)
+        pruned = copy_of(full)
         try:
             execute(pruned, plan(pruned, cuts, stand_ins), cuts)
             with evaluating(pruned):
                 found = pruned(*inputs)
         except Exception as error:
             return f"the network fails without it: {_first_line(error)}"
-        with evaluating(full), replacing(full, stand_ins):
-            expected = full(*inputs)
-            if not any(group.mixers for group in groups) and not _equal(found, expected):
+        if not any(group.mixers for group in groups) and not _equal(found, expected):
+            with evaluating(full), replacing(full, stand_ins):
                 return DIFFERS if _equal(full(*inputs), expected) else RANDOM
-        if _runs_in_training(full, inputs) and not _runs_in_training(pruned, inputs):
+        if not _runs_in_training(pruned, inputs) and _runs_in_training(full, inputs):
             return "the network fails without it in training mode"
     return ""
 
@@ -79,16 +78,19 @@ def _random_parts(groups: Sequence[NeuronGroup]) -> dict[str, Tensor]:
     return with_floors(groups, parts, everyone, ranks, Limits())
 
 
-def _in_double(model: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
-    """A copy of the network in float64 where it runs so, and its inputs."""
+def _masked(model: nn.Module, cuts: Cuts, inputs: tuple) -> tuple[nn.Module, tuple, dict[str, StandIn], object]:
+    """A copy of the network, in float64 where it runs so, its inputs, what stands in for the cuts, and its output then."""
+    wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
     try:
-        double = _explicit(copy_of(model).double())
-        wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
-        with evaluating(double):
-            double(*wide)
+        full = _explicit(copy_of(model).double())
+        stand_ins = _stand_ins(full, cuts)
+        with evaluating(full), replacing(full, stand_ins):
+            return full, wide, stand_ins, full(*wide)
     except (RuntimeError, TypeError):
-        return _explicit(copy_of(model)), inputs
-    return double, wide
+        full = _explicit(copy_of(model))
+        stand_ins = _stand_ins(full, cuts)
+        with evaluating(full), replacing(full, stand_ins):
+            return full, inputs, stand_ins, full(*inputs)
 
 
 def _explicit(model: nn.Module) -> nn.Module:
@@ -111,7 +113,7 @@ def _stand_ins(model: nn.Module, cuts: Cuts) -> dict[str, StandIn]:
 
 def _runs_in_training(model: nn.Module, inputs: tuple) -> bool:
     try:
-        copy_of(model).train()(*inputs)
+        model.train()(*inputs)
     except Exception:
         return False
     return True
