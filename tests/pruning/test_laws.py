@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from torch import nn
+from torch.nn.utils import prune as masks
 
 import tnvp
 from tnvp.pruning import compensation as compensations
@@ -175,7 +176,7 @@ def test_a_forgotten_optimizer_is_told_of():
 @pytest.mark.parametrize("layer", [2, 4])
 def test_a_bias_that_a_hook_computes_would_lose_the_fold(layer):
     model = mlp().double()
-    torch.nn.utils.prune.l1_unstructured(model[layer], "bias", amount=1)
+    masks.l1_unstructured(model[layer], "bias", amount=1)
     model(torch.randn(8, 7, dtype=torch.float64))
     groups = {group.name: group for group in tnvp.explain(model, torch.randn(8, 7, dtype=torch.float64))}
     reader = groups["0" if layer == 2 else "2"]
