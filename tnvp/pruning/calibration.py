@@ -55,6 +55,7 @@ def recalibrate(model: nn.Module, batches: list[tuple]) -> None:
     if not norms:
         raise PruningError("bn_recalibrate: the network has no batch norm with running statistics; leave it out")
     before = [(norm, norm.momentum, copy.deepcopy(norm._buffers)) for norm in norms]
+    done = False
     try:
         with evaluating(model), torch.no_grad():
             for norm in norms:
@@ -63,13 +64,14 @@ def recalibrate(model: nn.Module, batches: list[tuple]) -> None:
                 norm.training = True
             for batch in batches:
                 model(*on_device_of(model, batch))
-    except BaseException:
-        for norm, _, buffers in before:
-            norm._buffers.update(buffers)
-        raise
+        done = True
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise PruningError(f"bn_recalibrate: the network fails on its batches: {error}") from error
     finally:
-        for norm, momentum, _ in before:
+        for norm, momentum, buffers in before:
             norm.momentum = momentum
+            if not done:
+                norm._buffers.update(buffers)
 
 
 def tensors_in(output) -> list[Tensor]:

@@ -64,6 +64,8 @@ class PruneReport:
             lines[0] += "; masked only: shapes and speed are as before until rebuild()"
         if self.output_error is not None:
             lines.append(f"the output changed by {self.output_error:.2%} on the calibration data")
+        if self.recalibrated_error is not None:
+            lines[-1] += f", by {self.recalibrated_error:.2%} once batch norms were recalibrated"
         lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
         return "\n".join(lines)
 
