@@ -107,7 +107,7 @@ def test_the_default_is_the_digits_experiment():
         model=schema.MLP("mlp", [128, 64], "relu", batch_norm=False, dropout=0.0),
         optimizer=schema.SGD("sgd", 0.05, 5e-4, "one_cycle", momentum=0.9, nesterov=False),
         pruning=schema.OneShot(
-            "one_shot", 10, "variance", "mean", "mean", "layer", "none", 1, 1, "cumulative", 10, 0, "rebuild", False, [],
+            "one_shot", 10, "variance", "mean", "mean", "layer", "none", 1, 1, "cumulative", 10, 10, "rebuild", False, [],
             sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3,
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
@@ -130,7 +130,7 @@ def test_the_demo_is_the_public_one(monkeypatch):
         1,
         "cumulative",
         10,
-        0,
+        10,
         "rebuild",
         False,
         ["conv1", "conv2"],

@@ -19,6 +19,7 @@ from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal, trace_table
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
+from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
 from tnvp.run_directory import ResultsError, RunDirectory, environment
@@ -135,7 +136,7 @@ class Study:
             self.pruner,
             accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
             calibration=self.training_images(pruning.calibration_batches),
-            fresh=self.training_images(pruning.bn_recalibrate),
+            fresh=self.training_images(pruning.bn_recalibrate) if running_norms(self.model) else [],
             limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
             journal=self.journal.event,
         )

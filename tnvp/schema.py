@@ -244,7 +244,7 @@ class ActivePruning(Pruning):
     calibration_batches: int = number("[1, inf)")
     """Training batches of the pass in eval mode that means for the compensation are measured on."""
     bn_recalibrate: int = number("[0, inf)")
-    """Training batches on which the batch norms' running statistics are measured anew after each event; 0: kept."""
+    """Training batches on which running statistics of batch norms, if there are any, are measured anew after an event; 0: kept."""
     mode: str = one_of(MODES)
     """rebuild shrinks layers at the event; mask makes removed rows zero until the end of the run."""
     approximate: bool

@@ -43,6 +43,11 @@ def outputs(model: nn.Module, batches: list[tuple]) -> list[Tensor]:
     return found
 
 
+def running_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch norms that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
+
+
 def recalibrate(model: nn.Module, batches: list[tuple]) -> None:
     """Measure the batch norms' running statistics anew on ``batches`` (each a forward pass, all with the same weight).
 
@@ -51,7 +56,7 @@ def recalibrate(model: nn.Module, batches: list[tuple]) -> None:
     Raises:
         PruningError: no batch norm of the network keeps running statistics.
     """
-    norms = [m for m in model.modules() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
+    norms = running_norms(model)
     if not norms:
         raise PruningError("bn_recalibrate: the network has no batch norm with running statistics; leave it out")
     before = [(norm, norm.momentum, copy.deepcopy(norm._buffers)) for norm in norms]
