@@ -11,7 +11,7 @@ from torch import nn
 
 import tnvp
 from tnvp.figure_style import STYLE
-from tnvp.graph_figure import LEAF, STALE, backward_graph
+from tnvp.graph_figure import GONE, LEAF, STALE, backward_graph
 
 NETWORKS = {
     "linear": lambda: nn.Linear(8, 3),
@@ -48,7 +48,7 @@ def boxes(figure) -> list:
 
 def leaves(figure, colour: str) -> set[str]:
     """Names of the leaves of that edge colour: the last line of a box, before the shape."""
-    drawn = [box for box in boxes(figure) if to_hex(box.get_bbox_patch().get_edgecolor()) == colour.lower()]
+    drawn = [box for box in boxes(figure) if to_hex(box.get_bbox_patch().get_edgecolor()) == to_hex(colour)]
     return {box.get_text().splitlines()[-1].split(" [")[0] for box in drawn}
 
 
@@ -91,7 +91,9 @@ def test_a_leaf_that_left_the_model_is_called_so():
     network = nn.Linear(8, 3)
     losses = plain(network)
     network.weight = nn.Parameter(network.weight[:, :5])
-    assert leaves(backward_graph(losses, network, "title"), LEAF[1]) == {"bias", "no longer in the model:"}
+    figure = backward_graph(losses, network, "title")
+    assert leaves(figure, LEAF[1]) == {"bias"}
+    assert leaves(figure, GONE[1]) == {"not in the model"}
 
 
 def test_drawing_keeps_no_graph_alive():

@@ -18,11 +18,12 @@ from torch.autograd.graph import Node
 from tnvp.figure_style import STYLE, new_figure, spread_out
 
 Spot = Hashable  # a node, or a bend: (from node, to node, row)
-INCHES = 1.6, 0.8  # of a column, of a row
-INNER, LEAF, STALE = ("white", "0.6"), ("#E3F0F8", "#0072B2"), ("#FBE6D9", "#D55E00")  # fill, edge
+INCHES = 1.45, 0.76  # of a column, of a row
+INNER, GONE = ("white", "0.6"), ("0.92", "0.4")  # fill, edge
+LEAF, STALE = ("#E3F0F8", "#0072B2"), ("#FBE6D9", "#D55E00")
 CAPTION = (
-    "Arrows run as backward does. A box is a node: its name, and the shape that it expects of a gradient. Blue: leaves, with the "
-    "shape that their tensor has now; orange: the two differ."
+    "Arrows run as backward does. A box is a node: its name, and the shape that it expects of a gradient. Blue: the model's "
+    "leaves, with the shape that each has now; orange: the two differ; grey: a leaf that is not in the model."
 )
 
 
@@ -112,8 +113,10 @@ def _label(node: Node, names: dict[int, str]) -> tuple[str, tuple[str, str]]:
     leaf = getattr(node, "variable", None)
     if leaf is None:
         return text, INNER
-    name = names.get(id(leaf), "no longer in the model:")
-    return f"{text}\n{name} {list(leaf.shape)}", LEAF if shapes == [list(leaf.shape)] else STALE
+    now = list(leaf.shape)
+    if id(leaf) not in names:
+        return f"{text}\nnot in the model {now}", GONE
+    return f"{text}\n{names[id(leaf)]} {now}", LEAF if shapes == [now] else STALE
 
 
 def _box(axes: Axes, x: float, y: float, text: str, colours: tuple[str, str]) -> None:
