@@ -44,8 +44,8 @@ test-all: install ## the slow tests too
 figures: install ## redraw every figure from the runs in RUNS (default: runs) into FIGURES (default: figures)
 	$(PY) -m tnvp.figures $(RUNS) --out $(FIGURES)
 
-notebooks: install ## run the notebooks anew and keep what they show (a minute)
-	$(PY) notebooks/execute.py
+notebooks: install ## run the notebooks anew and keep what they show (a minute; on digits)
+	TNVP_DATA_ROOT= $(PY) notebooks/execute.py
 
 clean: ## remove caches; runs, figures and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

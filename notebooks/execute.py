@@ -41,9 +41,9 @@ def executed(path: Path, **environment: str) -> nbformat.NotebookNode:
 
 
 def with_fewer_colours(png: str) -> str:
-    """A picture of 64 colours, both in base64: a third of the size, which stays in the history with each new version."""
+    """A picture of 256 colours, both in base64: half the size, which stays in the history with each new version."""
     picture, smaller = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
-    picture.convert("RGB").quantize(64).save(smaller, "png", optimize=True)
+    picture.convert("RGB").quantize(256).save(smaller, "png", optimize=True)
     return base64.b64encode(smaller.getvalue()).decode()
 
 
