@@ -11,7 +11,7 @@ DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all figures clean
+.PHONY: help install demo test test-all figures notebooks clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ test-all: install ## the slow tests too
 
 figures: install ## redraw every figure from the runs in RUNS (default: runs) into FIGURES (default: figures)
 	$(PY) -m tnvp.figures $(RUNS) --out $(FIGURES)
+
+notebooks: install ## run the notebooks anew and keep what they show (a minute; on digits)
+	TNVP_DATA_ROOT= $(PY) notebooks/execute.py
 
 clean: ## remove caches; runs, figures and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -14,13 +14,14 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"pruning"},
     {"image_folder", "models", "run_directory", "tracking", "training"},
     {"published", "figure_style"},
-    {"schema", "data", "checkpoint", "results", "run_figures"},
+    {"schema", "data", "checkpoint", "results", "run_figures", "graph_figure"},
     {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
     "figures": {"figure_style", "results", "run_directory", "run_figures"},
     "run_figures": {"figure_style", "run_directory"},
+    "graph_figure": {"figure_style"},
     "figure_style": {"run_directory"},
     "results": {"run_directory"},
     "run_directory": set(),
