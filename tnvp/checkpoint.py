@@ -28,7 +28,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole."""
     path = Path(path)
     own = model.state_dict()
-    state = {name: tensor.detach().cpu() for name, tensor in own.items()}
+    state = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
     content = {
         "format": FORMAT,
         "class": type(model).__name__,
@@ -99,7 +99,8 @@ def resize(model: nn.Module, state: dict[str, Tensor], sizes: dict, source: obje
 
     Layers that lack a stored bias get one.
     """
-    own = dict(model.state_dict())
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     added = [name for name in state if name not in own and _fold_of(model, name) is not None]
     unknown = [name for name in state if name not in own and name not in added]
     missing = [name for name in own if name not in state]
@@ -110,12 +111,14 @@ def resize(model: nn.Module, state: dict[str, Tensor], sizes: dict, source: obje
     changed = [n for n in own if (own[n].shape, own[n].dtype) != (state[n].shape, state[n].dtype)]
     for name in changed:
         _check_fit(model, name, own[name], state[name], source)
+    made: dict[int, Tensor] = {}  # what is tied stays tied
     for name in changed + added:
         layer, _, tensor = name.rpartition(".")
         module = model.get_submodule(layer)
         like = getattr(module, tensor) if name in own else _fold_of(model, name)
         new = torch.empty_like(state[name], device=like.device)
-        setattr(module, tensor, nn.Parameter(new, like.requires_grad) if isinstance(like, nn.Parameter) else new)
+        new = nn.Parameter(new, like.requires_grad) if isinstance(like, nn.Parameter) else new
+        setattr(module, tensor, made.setdefault(id(like), new) if name in own else new)
     for layer, values in sizes.items():
         _set_sizes(model.get_submodule(layer), layer, values, source)
     leave_nesting(model)

@@ -315,7 +315,9 @@ def test_a_diverged_network_is_refused_with_the_layers_name_and_left_alone(bad):
     model = mlp()
     poisoned = X.clone()
     poisoned[0, 0] = bad
-    pruner = watched(model, poisoned)
+    pruner = pruner_of(model)
+    with pruner.record(), torch.no_grad():
+        model(poisoned)
     snapshot = Snapshot(model)
     with pytest.raises(PruningError, match=r"NaN or Inf.* at 2 "):
         pruner.prune(sparsity=0.5)

@@ -32,34 +32,42 @@ class Certificate:
     border_part: float  # rebuilt against masked: zero padding, strides of transposed convolutions, mixers
     disagreement: str = ""  # in words, where the border part is larger than it should be
 
+    def __str__(self) -> str:
+        text = (
+            f"the masked network's output differs by {self.predicted:.2%} (mean {self.mean_part:.2%}, remainder "
+            f"{self.remainder:.2%}), the pruned one's by {self.measured:.2%}; border {self.border_part:.2%}"
+        )
+        return f"{text}\n{self.disagreement}" if self.disagreement else text
 
-def certify(
-    before: list[Tensor],
-    masked: list[Tensor],
-    after: list[Tensor],
-    batches: int,
-    excuses: list[str],
-    dtype: torch.dtype,
-) -> Certificate:
-    """Compare outputs, each a list of ``batches`` × leaves tensors [B, …]; ``excuses``: layers that can't absorb a constant."""
+
+Outputs = list[list[Tensor]]  # batches × leaves, each [B, …]
+
+
+def certify(before: Outputs, masked: Outputs, after: Outputs, excuses: list[str], dtype: torch.dtype) -> Certificate:
+    """Compare outputs; ``excuses``: layers that can't absorb a constant."""
     predicted, measured = relative_error(before, masked), relative_error(before, after)
-    border = relative_error(masked, after) * math.sqrt(_square(masked) / max(_square(before), 1e-300))
-    mean = math.sqrt(_mean_square(before, masked, batches) / max(_square(before), 1e-300))
+    scale = max(_square(before), 1e-300)
+    border = relative_error(masked, after) * math.sqrt(_square(masked) / scale)
+    mean = math.sqrt(_mean_square(before, masked) / scale)
     remainder = math.sqrt(max(predicted**2 - mean**2, 0.0))
     tolerance = TOLERANCE.get(dtype, 0.1)
     disagreement = ""
     if not border <= (max(tolerance, predicted) if excuses else tolerance):
-        cause = (
-            f"{', '.join(excuses)} can't take a constant into the bias exactly (zero padding, strides, or a mixer): "
-            'compare compensation="none" or "affine"'
-            if excuses
-            else "nothing in the network explains it: please report it with the network"
-        )
         disagreement = (
             f"the pruned network's output changed by {measured:.2%}, the masked one's by {predicted:.2%}, and they differ by "
-            f"{border:.2%}; {cause}"
+            f"{border:.2%}; {_cause(excuses)}"
         )
     return Certificate(predicted, measured, mean, remainder, border, disagreement)
+
+
+def _cause(excuses: list[str]) -> str:
+    if not excuses:
+        return "nothing in the network explains it: please report it with the network"
+    names = ", ".join(excuses[:3]) + (f" and {len(excuses) - 3} more" if len(excuses) > 3 else "")
+    return (
+        f"{names} can't take a constant into the bias exactly (zero padding, most of all of small images; strides; or a "
+        'mixer). compensation="none" has no such part; fine-tuning repairs it'
+    )
 
 
 def excuses(model: nn.Module, groups: Iterable[NeuronGroup]) -> list[str]:
@@ -75,17 +83,21 @@ def warn_of_disagreement(certificate: Certificate, stacklevel: int) -> None:
         warnings.warn(certificate.disagreement, stacklevel=stacklevel + 1)
 
 
-def _square(outputs: list[Tensor]) -> float:
-    return sum(float(x.square().sum()) for x in outputs)
+def _square(outputs: Outputs) -> float:
+    return sum(float(x.square().sum()) for batch in outputs for x in batch)
 
 
-def _mean_square(before: list[Tensor], masked: list[Tensor], batches: int) -> float:
-    """Squared norm of the change's mean over all samples, counted once a sample."""
-    leaves = len(before) // batches
+def _mean_square(before: Outputs, masked: Outputs) -> float:
+    """Squared norm of the change's mean over all samples, counted once a sample.
+
+    Leaves that differ in number or shape from batch to batch have no such mean: each batch has its own then.
+    """
+    changes = [[b - a for a, b in zip(old, new, strict=True)] for old, new in zip(before, masked, strict=True)]
+    alike = len({tuple(x.shape[1:] for x in batch) for batch in changes}) == 1
+    leaves = zip(*changes, strict=True) if alike else [[x] for batch in changes for x in batch]
     total = 0.0
-    for leaf in range(leaves):
-        changes = [b - a for a, b in zip(before[leaf::leaves], masked[leaf::leaves], strict=True)]
-        samples = sum(len(c) for c in changes) if changes[0].dim() else 0
-        if samples and len({c.shape[1:] for c in changes}) == 1:
-            total += float((sum(c.sum(0) for c in changes) / samples).square().sum()) * samples
+    for parts in leaves:
+        samples = sum(len(x) for x in parts) if parts[0].dim() else 0
+        if samples:
+            total += float((sum(x.sum(0) for x in parts) / samples).square().sum()) * samples
     return total

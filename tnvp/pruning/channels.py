@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -92,13 +93,21 @@ def _lines(row: list[list[str]], widths: list[int]) -> list[str]:
     ]
 
 
-def complete_groups(model: nn.Module, groups: Iterable[NeuronGroup]) -> NeuronGroups:
+def complete_groups(model: nn.Module, groups: Iterable[NeuronGroup], approximate: bool = False) -> NeuronGroups:
     """Check hand-made groups against the model's layers and fill in names, sizes and maps."""
     modules = dict(model.named_modules())
+    groups = [groups] if isinstance(groups, NeuronGroup) else groups
+    if isinstance(groups, str) or not all(isinstance(group, NeuronGroup) for group in groups):
+        raise PruningError('groups must be a list such as [tnvp.NeuronGroup(producers=["fc1"], consumers=["fc2"])]')
     complete = NeuronGroups(_complete(modules, group) for group in groups)
     claimed: dict[tuple[str, str], str] = {}
     shared = {name: names for names in shared_parameters(model) for name in names}
     for group in complete:
+        if group.mixers and group.prunable and not approximate:
+            raise PruningError(
+                f"group {group.name!r} has the mixer {group.mixers[0]!r}, behind which pruning is not exact: "
+                "approximate=True prunes it nevertheless"
+            )
         for layer, side in group.maps if group.prunable else ():
             if (layer, side) in claimed and (group.maps[layer, side] >= 0).all():
                 raise PruningError(
@@ -118,12 +127,13 @@ def computed_by_hook(layer: str, tensor: str) -> str:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The layers that hold the same parameter, a list for each such parameter."""
+    """The layers that hold the same parameter, or different ones over the same memory, a list for each."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append(name)
+                same = parameter.data_ptr() if parameter.numel() and not parameter.is_meta else id(parameter)
+                owners.setdefault(same, []).append(name)
     return [names for names in owners.values() if len(names) > 1]
 
 
@@ -134,7 +144,7 @@ def _complete(modules: dict[str, nn.Module], group: NeuronGroup) -> NeuronGroup:
     if not group.producers or not group.consumers:
         raise PruningError(f"group {name} needs at least one producer and one consumer")
     maps: dict[tuple[str, str], Tensor] = {}
-    size = 0
+    size, written = _whole_groups(modules, group.passengers), 0
     for side, layers in (("out", [*group.producers, *group.passengers]), ("in", group.consumers)):
         for layer in layers:
             positions = _width(modules, layer, side)
@@ -144,12 +154,19 @@ def _complete(modules: dict[str, nn.Module], group: NeuronGroup) -> NeuronGroup:
                 size = size or heads
                 continue
             size = size or positions
-            if positions % size or (side == "out" and positions != size):
+            written = written or positions
+            if positions % size or (side == "out" and positions != written):
                 raise PruningError(f"layer {layer!r} has {positions} {side}puts, which don't fit {size} neurons")
             maps[layer, side] = torch.arange(size).repeat_interleave(positions // size)
     mixers = [layer for layer in group.passengers if kind_of(modules[layer]).is_mixer]
     lists = (list(group.producers), list(group.passengers), list(group.consumers))
     return NeuronGroup(name, *lists, size, mixers=mixers, maps=maps)
+
+
+def _whole_groups(modules: dict[str, nn.Module], passengers: Iterable[str]) -> int:
+    """The neurons that passengers which work on groups leave: the most of which each one's groups are whole; 0 without any."""
+    counts = [getattr(modules.get(name), attribute, 0) for name in passengers for attribute in ("groups", "num_groups")]
+    return math.gcd(*(count for count in counts if count > 1))
 
 
 def _width(modules: dict[str, nn.Module], layer: str, side: str) -> int:
@@ -184,18 +201,6 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """What the forward writes on its modules inside is undone after."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-@contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside, every module's own mode again after."""
     modes = [(module, module.training) for module in model.modules()]
@@ -217,3 +222,20 @@ def shrink(group: NeuronGroup, kept: Tensor, cuts: dict[tuple[str, str], Tensor]
     for where, neuron in group.maps.items():
         group.maps[where] = renumbered[neuron[cuts[where]] if where in cuts else neuron]
     group.size = len(kept)
+
+
+def check_widths(model: nn.Module, groups: Iterable[NeuronGroup]) -> None:
+    """Raise where a layer has another width than when the groups were found."""
+    modules = dict(model.named_modules())
+    for group in groups:
+        for (layer, side), neuron in group.maps.items() if group.prunable else ():
+            if kind_of(modules.get(layer)) is None or width(modules[layer], side) != len(neuron):
+                raise PruningError(
+                    f"{layer!r} is not the layer it was when this Pruner was made ({len(neuron)} {side}puts): "
+                    "another Pruner or your code has changed it. Make a new Pruner"
+                )
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters and buffers that a state holds."""
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}

@@ -25,6 +25,7 @@ from .layers import (
     layer_input,
     reading_weight,
     response_to_constant,
+    tensor_of,
     width,
     with_layer_input,
 )
@@ -159,7 +160,7 @@ def _act_of_mean(model: nn.Module, groups: list[NeuronGroup], recorder: Recorder
 
     def read(name):
         def hook(module, args, kwargs):
-            x = layer_input(args, kwargs)
+            x = tensor_of(layer_input(args, kwargs))
             seen[name] = as_samples(x.detach(), channel_dim(module, x)).double().mean(0)
 
         return hook
@@ -213,7 +214,7 @@ def replacing(model: nn.Module, replaced: dict[str, StandIn]) -> Iterator[None]:
     modules = dict(model.named_modules())
 
     def hook(name, module, args, kwargs):
-        x, stand_in = layer_input(args, kwargs), replaced[name]
+        x, stand_in = tensor_of(layer_input(args, kwargs)), replaced[name]
         h = x.movedim(channel_dim(module, x), 0)
         h = h.index_copy(0, stand_in.removed.to(x.device), stand_in.predicted(h))
         return with_layer_input(args, kwargs, h.movedim(0, channel_dim(module, x)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -10,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .attention import explicit_attention
 from .calibration import on_device_of
 from .channels import evaluating
+from .layers import layer_input, tensor_of
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -20,12 +24,44 @@ def parameter_count(model: nn.Module) -> int:
 def flop_count(model: nn.Module, inputs: tuple) -> int:
     """FLOPs of one forward pass on ``inputs`` (a tuple of arguments): 2 a multiply-add, matrix products and convolutions only.
 
-    Attention is spelled out, as fused kernels hide from the counter.
+    Attention is spelled out and recurrent layers are counted by their weights, as fused kernels hide from the counter.
     """
     counter = FlopCounterMode(display=False)
-    with evaluating(model), torch.no_grad(), explicit_attention(model), sdpa_kernel(SDPBackend.MATH), counter:
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        explicit_attention(model),
+        sdpa_kernel(SDPBackend.MATH),
+        counter,
+        _recurrent_flops(model, counter) as missed,
+    ):
         model(*inputs)
-    return counter.get_total_flops()
+    return counter.get_total_flops() + sum(missed)
+
+
+@contextmanager
+def _recurrent_flops(model: nn.Module, counter: FlopCounterMode) -> Iterator[list[int]]:
+    """Inside, what each call of a recurrent layer costs beyond what the counter saw of it is added to the list."""
+    missed: list[int] = []
+    before: list[int] = []
+
+    def start(module, args) -> None:
+        before.append(counter.get_total_flops())
+
+    def end(module, args, kwargs, output) -> None:
+        steps = tensor_of(layer_input(args, kwargs)).numel() // module.input_size
+        weights = sum(p.numel() for name, p in module.named_parameters() if name.startswith("weight"))
+        missed.append(2 * steps * weights - (counter.get_total_flops() - before.pop()))
+
+    handles = []
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            handles += [module.register_forward_pre_hook(start), module.register_forward_hook(end, with_kwargs=True)]
+    try:
+        yield missed
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Savings:

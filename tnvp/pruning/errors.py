@@ -11,5 +11,5 @@ class PruningError(ValueError):
 
 def choose(what: str, name: str, table: Iterable[str]) -> None:
     """Raise unless ``name`` is one of the names in ``table``."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise PruningError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")

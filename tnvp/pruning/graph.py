@@ -7,6 +7,8 @@ with the reason in words. At the end, united atoms are one neuron, and layers th
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -16,8 +18,8 @@ from .channels import (
     NeuronGroup,
     NeuronGroups,
     as_arguments,
-    attributes_restored,
     computed_by_hook,
+    copy_of,
     evaluating,
     shared_parameters,
 )
@@ -40,18 +42,30 @@ def find_groups(model: nn.Module, example_inputs, approximate: bool = False) -> 
             raise PruningError(
                 f"{type(model).__name__} wraps the network: give the Pruner model.{attribute}, and wrap it anew after pruning"
             )
-    with attributes_restored(model):
-        return _traced_groups(model, example_inputs, approximate)
+    with torch.random.fork_rng(devices=[]):
+        walk = _traced(copy_of(model), example_inputs, approximate)
+    walk.block_bypassed_layers(model)
+    return NeuronGroups(walk.groups())
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # else a buffer can't be sliced by sizes
+
+    def iter(self, obj: fx.Proxy):
+        """``for part in x.chunk(n)``: the number of parts is known."""
+        node = obj.node
+        count = node.args[1] if len(node.args) > 1 else node.kwargs.get("chunks")
+        if node.target in ("chunk", torch.chunk) and isinstance(count, int):
+            return iter([obj[i] for i in range(count)])
+        return super().iter(obj)
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return isinstance(module, Attention) or super().is_leaf_module(module, name)
 
 
-def _traced_groups(model: nn.Module, example_inputs, approximate: bool) -> NeuronGroups:
+def _traced(model: nn.Module, example_inputs, approximate: bool) -> Walk:
     try:
-        graph = _Tracer().trace(model)
+        graph = _Tracer().trace(model, _left_out(model, as_arguments(example_inputs)))
     except Exception as error:
         raise PruningError(
             f"torch.fx can't trace {type(model).__name__} ({error}): pass the groups by hand, "
@@ -65,8 +79,13 @@ def _traced_groups(model: nn.Module, example_inputs, approximate: bool) -> Neuro
             raise PruningError(
                 f"{type(model).__name__} fails on example_inputs: {(str(error).splitlines() or [type(error).__name__])[0]}"
             ) from error
-    walk.block_bypassed_layers()
-    return NeuronGroups(walk.groups())
+    return walk
+
+
+def _left_out(model: nn.Module, arguments: tuple) -> dict[str, object]:
+    """Optional arguments of the forward pass that ``arguments`` leave out, with their defaults."""
+    parameters = list(inspect.signature(model.forward).parameters.values())[len(arguments) :]
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.kind is not p.VAR_KEYWORD}
 
 
 class Walk(fx.Interpreter):
@@ -127,14 +146,14 @@ class Walk(fx.Interpreter):
 
     # The result.
 
-    def block_bypassed_layers(self) -> None:
-        """Layers whose parameters are also used elsewhere than in the layer's own call."""
+    def block_bypassed_layers(self, model: nn.Module) -> None:
+        """Layers of ``model``, whose copy was walked, with parameters used elsewhere than in the layer's own call."""
         for target in self.read_directly:
             self.block_layer(target.rpartition(".")[0], f"the network's code uses {target} itself")
-        for name, module in self.layers.items():
+        for name, module in model.named_modules():
             for tensor in computed_tensors(module):
                 self.block_layer(name, computed_by_hook(name, tensor))
-        for names in shared_parameters(self.model):
+        for names in shared_parameters(model):
             for name in names:
                 self.block_layer(name, f"shares a parameter with another layer ({', '.join(names)})")
 

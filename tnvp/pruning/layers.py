@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.rnn import PackedSequence
 
 from .attention import Attention
 
@@ -205,9 +206,15 @@ def layer_input(args: tuple, kwargs: dict) -> Tensor:
     return args[0] if args else kwargs.get("input", kwargs.get("query"))
 
 
+def tensor_of(x: Tensor | PackedSequence) -> Tensor:
+    """The values of a layer's input, of packed sequences too: their steps, one after the other."""
+    return x.data if isinstance(x, PackedSequence) else x
+
+
 def with_layer_input(args: tuple, kwargs: dict, x: Tensor) -> tuple[tuple, dict]:
     """The call's arguments with ``x`` in the place of `layer_input`, wherever that stands."""
     old = layer_input(args, kwargs)
+    x = old._replace(data=x) if isinstance(old, PackedSequence) else x
     return tuple(x if a is old else a for a in args), {k: x if a is old else a for k, a in kwargs.items()}
 
 

@@ -103,7 +103,25 @@ def check_membership(model: nn.Module, optimizers: Sequence[Optimizer], known: s
         raise PruningError(f"the optimizer lost {', '.join(missing)}")
 
 
-def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def as_optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> Optimizer | list[Optimizer] | None:
+    """One optimizer, or several in a list. Raises for anything else."""
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    several = list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, str) else [optimizer]
+    if wrong := [o for o in several if not isinstance(o, Optimizer)]:
+        raise PruningError(
+            f"optimizer holds {wrong[0]!r}: give a torch.optim.Optimizer object, a list of them, or None"
+        )
+    return several
+
+
+def as_list(optimizer: Optimizer | list[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse at once what could never be cut, or holds nothing of the model."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -113,6 +131,9 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             )
         if not _held_names(model, optimizer):
             raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if len(held) != len(set(held)):
+        raise PruningError("the optimizers hold a parameter twice: give each optimizer once, and each parameter one")
 
 
 def trained_names(model: nn.Module, optimizers: Iterable[Optimizer], changes: Iterable[ParameterChange]) -> set[str]:

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calibration import calibration_batches, outputs, recalibrate, relative_error
+from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error
 from .certificate import Certificate, certify, excuses, warn_of_disagreement
-from .channels import NeuronGroup, NeuronGroups, as_arguments, complete_groups, copy_of, layer_names, shrink
+from .channels import (
+    NeuronGroup,
+    NeuronGroups,
+    as_arguments,
+    check_widths,
+    complete_groups,
+    copy_of,
+    layer_names,
+    shapes,
+    shrink,
+)
 from .compensation import COMPENSATIONS, StandIn, constant_stand_in, replacing, stand_ins
 from .cost import Savings, parameter_count
 from .criteria import CRITERIA
@@ -23,6 +33,8 @@ from .floors import with_floors
 from .graph import find_groups
 from .layers import width
 from .optimizer_state import (
+    as_list,
+    as_optimizers,
     check_membership,
     check_optimizers,
     execute_migration,
@@ -33,7 +45,7 @@ from .optimizer_state import (
 from .recorder import Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
-from .surgery import MODES, Cuts, cuts_for, execute, plan
+from .surgery import MODES, Cuts, check_masked, cuts_for, execute, plan
 from .trial import failing
 
 
@@ -81,15 +93,21 @@ class Pruner:
         choose("mode", mode, MODES)
         if example_inputs is None and groups is None:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
-        self.model, self.optimizer, self.averaged = model, optimizer, list(averaged)
+        self.model, self.optimizer = model, as_optimizers(optimizer)
+        self.averaged = [averaged] if isinstance(averaged, nn.Module) else list(averaged or ())
+        if not isinstance(seed, int):
+            raise PruningError(f"seed must be an integer, got {seed!r}")
         self.criterion, self.compensation, self.coupled, self.mode = criterion, compensation, coupled, mode
         self._alive: Kept = {}  # of groups that hold masked neurons, the others
         self._inputs = None if example_inputs is None else as_arguments(example_inputs)
         self._generator = torch.Generator().manual_seed(seed)
-        self.groups = explain(model, example_inputs, approximate) if groups is None else complete_groups(model, groups)
+        if groups is None:
+            self.groups = explain(model, example_inputs, approximate)
+        else:
+            self.groups = complete_groups(model, groups, approximate)
         self._ignore(ignore)
-        self._proven = groups is None
-        self._prove(self._inputs)
+        if groups is not None:
+            self._prove(self._inputs, None, "groups given by hand can't be cut; do they name every layer?")
         self._require_something_prunable()
         check_optimizers(model, self._optimizers)
         self._original = {group.name: group.size for group in self.groups if group.prunable}
@@ -127,10 +145,13 @@ class Pruner:
 
     def reductions(self) -> dict[str, float | None]:
         """How far the network is from the original, as fractions removed: neurons (of prunable groups), parameters, FLOPs."""
+        return self._reductions(self.model, self.widths)
+
+    def _reductions(self, model: nn.Module, widths: dict[str, int]) -> dict[str, float | None]:
         return {
-            "neuron_sparsity": 1 - sum(self.widths.values()) / sum(self._original.values()),
-            "parameter_sparsity": self._savings.parameter_reduction(self.model),
-            "flops_reduction": self._savings.flops_reduction(self.model),
+            "neuron_sparsity": 1 - sum(widths.values()) / sum(self._original.values()),
+            "parameter_sparsity": self._savings.parameter_reduction(model),
+            "flops_reduction": self._savings.flops_reduction(model),
         }
 
     # Pruning.
@@ -176,33 +197,34 @@ class Pruner:
                 "prune() under torch.inference_mode() would make parameters that can't be trained: leave it"
             )
         limits = Limits(scope, min_neurons, round_to, normalize)
-        batches = None if calibration is None else calibration_batches(calibration)
-        fresh = None if bn_recalibrate is None else calibration_batches(bn_recalibrate)
-        with self.paused():
-            self._prove(batches[0] if batches else None)
-            if fresh is not None:
-                recalibrate(copy_of(self.model), fresh)  # fails now, if ever
+        batches = None if calibration is None else calibration_batches(calibration, "calibration")
+        fresh = None if bn_recalibrate is None else calibration_batches(bn_recalibrate, "bn_recalibrate")
+        with self.paused(), torch.random.fork_rng(devices=[]):
+            check_widths(self.model, self.groups)
             before, calibrated = self._calibrate(batches)
             scores = self._scores(calibrated)
             kept = self._select(requested, scores, limits)
-            report = self._event(requested, kept, scores, mode or self.mode, before, calibrated, batches)
-            if report.certificate is not None:
-                warn_of_disagreement(report.certificate, stacklevel=2)
-            if fresh is None:
-                return report
-            recalibrate(self.model, fresh)
-            after = relative_error(before, outputs(self.model, batches)) if batches else None
-            return replace(report, recalibrated_error=after)
+            self._prove(
+                self._inputs or (batches[0] if batches else self._recorder.seen), kept, "this cut can't be made"
+            )
+            return self._event(requested, kept, scores, mode or self.mode, before, calibrated, batches, fresh)
 
     def rebuild(self) -> PruneReport:
-        """Shrink the layers to what the masks left: the same network, smaller."""
+        """Shrink the layers to what the masks left: the same network, smaller.
+
+        Raises:
+            PruningError: what was masked is not zero any more.
+        """
         with self.paused():
-            return self._event({}, self._living(), None, "rebuild", [], None, None)
+            check_widths(self.model, self.groups)
+            kept = self._living()
+            check_masked(self.model, cuts_for(self.groups, kept))
+            return self._event({}, kept, None, "rebuild", [], None, None, None)
 
     def recalibrate(self, batches: Iterable) -> None:
         """Measure the batch norms' running statistics anew on ``batches``, in the form of ``calibration``."""
         with self.paused():
-            recalibrate(self.model, calibration_batches(batches))
+            recalibrate(self.model, calibration_batches(batches, "recalibrate"))
 
     def _event(
         self,
@@ -210,49 +232,65 @@ class Pruner:
         kept: Kept,
         scores: Scores | None,
         mode: str,
-        before: list[Tensor],
+        before: list[list[Tensor]],
         calibrated: Recorder | None,
         batches: list[tuple] | None,
+        fresh: list[tuple] | None,
     ) -> PruneReport:
+        """Everything is done on a copy first, and told; then on the network itself."""
         started = time.perf_counter()
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
         read = {layer: stays for (layer, side), stays in cuts.items() if side == "in"}
         how = self.compensation if scores is not None else "none"
         taken = stand_ins(how, self.model, cut_groups, read, calibrated or self._recorder, self._inputs)
-        masked = self._masked_outputs(taken, batches)
         present = self._living() if mode == "mask" else {g.name: torch.arange(g.size) for g in self.groups}
-        groups = [
-            group_report(g, kept[g.name], present[g.name], scores and scores[g.name], self._recorder.ids[g.name])
-            for g in self.groups
-            if g.prunable
-        ]
-        self._operate(kept, cuts, taken, mode)
-        after = outputs(self.model, batches) if batches else []
-        return PruneReport(
+        twin = copy_of(self.model)
+        execute(twin, plan(twin, cuts, taken, mode), cuts)
+        after, certificate = self._measured(before, taken, twin, cut_groups, batches)
+        fractions = self._reductions(twin, {name: len(stays) for name, stays in kept.items()})
+        size, flops = parameter_count(twin), self._savings.flops(twin)
+        if fresh is not None:
+            recalibrate(twin, fresh)
+        report = PruneReport(
             requested=requested,
             mode=mode,
-            **self.reductions(),
-            parameters=parameter_count(self.model),
-            flops=self._savings.flops(self.model),
+            **fractions,
+            parameters=size,
+            flops=flops,
             output_error=relative_error(before, after) if batches else None,
-            certificate=self._certificate(before, masked, after, cut_groups, batches) if before else None,
-            seconds=time.perf_counter() - started,
-            groups=groups,
+            certificate=certificate,
+            recalibrated_error=relative_error(before, outputs(twin, batches)) if fresh and batches else None,
+            seconds=0.0,
+            groups=[
+                group_report(g, kept[g.name], present[g.name], scores and scores[g.name], self._recorder.ids[g.name])
+                for g in self.groups
+                if g.prunable
+            ],
             cuts=cuts,
         )
+        self._operate(kept, cuts, taken, mode)
+        if fresh is not None:
+            recalibrate(self.model, fresh)
+        return replace(report, seconds=time.perf_counter() - started)
 
-    def _masked_outputs(self, taken, batches: list[tuple] | None) -> list[Tensor]:
-        if batches is None:
-            return []
+    def _measured(
+        self, before, taken: dict[str, StandIn], twin: nn.Module, groups: list[NeuronGroup], batches
+    ) -> tuple[list[list[Tensor]], Certificate | None]:
+        """Outputs of the pruned ``twin``, and the certificate; warns if it disagrees."""
+        if not batches:
+            return [], None
+        after = outputs(twin, batches)
         with replacing(self.model, taken):
-            return outputs(self.model, batches)
-
-    def _certificate(self, before, masked, after, groups: list[NeuronGroup], batches: list[tuple]) -> Certificate:
+            masked = outputs(self.model, batches)
+        if not before or not before[0]:
+            return after, None
         dtype = next(p.dtype for p in self.model.parameters())
-        return certify(before, masked, after, len(batches), excuses(self.model, groups), dtype)
+        certificate = certify(before, masked, after, excuses(self.model, groups), dtype)
+        warn_of_disagreement(certificate, stacklevel=4)
+        return after, certificate
 
-    def _calibrate(self, batches: list[tuple] | None) -> tuple[list[Tensor], Recorder | None]:
+    def _calibrate(self, batches: list[tuple] | None) -> tuple[list[list[Tensor]], Recorder | None]:
         if batches is None:
             return [], None
         recorder = Recorder(self.model, self.groups, self._recorder.kinds)
@@ -347,21 +385,22 @@ class Pruner:
 
     # Reports and checks.
 
-    def _prove(self, inputs: tuple | None) -> None:
-        """Groups given by hand must leave a network that runs: a forgotten layer is an error. Once, when inputs are known."""
-        if self._proven or inputs is None:
+    def _prove(self, inputs: tuple | None, kept: Kept | None, what: str) -> None:
+        """Hold the trial, with a random part or with ``kept``; raises where it fails. Without inputs nothing can be proven."""
+        if inputs is None:
             return
-        trouble = failing(self.model, [group for group in self.groups if group.prunable], inputs)
-        if trouble:
-            lines = [f"  {group.name}: {why}" for group, why in trouble]
-            raise PruningError("groups given by hand can't be cut; do they name every layer?\n" + "\n".join(lines))
-        self._proven = True
+        groups = [g for g in self.groups if g.prunable and (kept is None or len(kept[g.name]) < g.size)]
+        if trouble := failing(self.model, groups, on_device_of(self.model, inputs), kept):
+            raise PruningError("\n".join([f"{what}:", *(f"  {group.name}: {why}" for group, why in trouble)]))
 
     def _copy_of(self, averaged: nn.Module) -> nn.Module:
         """The network inside an averaged copy. Raises where its shapes are not the model's."""
-        network = getattr(averaged, "module", averaged)
-        shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        if shapes != {name: tensor.shape for name, tensor in self.model.state_dict().items()}:
+        if not isinstance(averaged, nn.Module) or averaged is self.model:
+            raise PruningError(
+                f"averaged holds {type(averaged).__name__}: give copies of the model, such as an AveragedModel"
+            )
+        network = averaged if type(averaged) is type(self.model) else getattr(averaged, "module", averaged)
+        if shapes(network) != shapes(self.model):
             raise PruningError(
                 f"the averaged copy ({type(averaged).__name__}) has other layers or shapes than the model"
             )
@@ -369,6 +408,8 @@ class Pruner:
 
     def _ignore(self, names: Iterable[str]) -> None:
         known = layer_names(dict(self.model.named_modules()))
+        if not isinstance(names, Iterable):
+            raise PruningError(f"ignore must be a list of layers' names, got {names!r}")
         for name in [names] if isinstance(names, str) else names:
             if name not in known:
                 raise PruningError(f"ignore names the layer {name!r}, which the model lacks; it has {', '.join(known)}")
@@ -382,9 +423,7 @@ class Pruner:
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        if self.optimizer is None:
-            return []
-        return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
+        return as_list(self.optimizer)
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple, approximate: bool = False) -> NeuronGroups:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .attention import explicit_attention
 from .channels import NeuronGroup
 from .errors import PruningError
-from .layers import ATTENTION, channel_dim, kind_of, layer_input
+from .layers import ATTENTION, channel_dim, kind_of, layer_input, tensor_of
 from .moments import DecayingMoments, Moments, as_samples
 
 Signal = tuple[str, str]  # (layer, "in" or "out")
@@ -46,7 +46,7 @@ class _Hook:
         self.recorder, self.signal = recorder, signal
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor | None = None) -> None:
-        x = output if self.signal[1] == "out" else layer_input(args, kwargs)
+        x = output if self.signal[1] == "out" else tensor_of(layer_input(args, kwargs))
         self.recorder.observe(self.signal, x, channel_dim(module, x))
 
     def __deepcopy__(self, memo) -> object:
@@ -54,6 +54,14 @@ class _Hook:
 
     def __reduce__(self):
         return _bury, ()
+
+
+class _Sight(_Hook):
+    """Keeps what the network was first called with."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.recorder.seen is None and not kwargs:
+            self.recorder.seen = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
 
 
 def dead_hook(*_) -> None:
@@ -88,6 +96,7 @@ class Recorder:
         self.ids = {group.name: torch.arange(group.size) for group in self.groups}
         self.trace: list[TraceRow] = []
         self.batches = 0
+        self.seen: tuple | None = None  # what the first recorded forward pass was called with
         self._paused = False
         self._block: object | None = None  # the open record() block, anew after each prune event
         self._correlates = True
@@ -130,6 +139,7 @@ class Recorder:
                 module = modules[signal[0]]
                 register = module.register_forward_hook if signal[1] == "out" else module.register_forward_pre_hook
                 handles.append(register(_Hook(self, signal), with_kwargs=True))
+            handles.append(self.model.register_forward_pre_hook(_Sight(self, ("", "")), with_kwargs=True))
             with explicit_attention(self.model):
                 yield
         finally:

@@ -15,7 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .errors import PruningError
+from .errors import PruningError, choose
 
 SCOPES = ("layer", "global")
 NORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # name → what a group's scores [N] are divided by
@@ -39,10 +39,8 @@ class Limits:
     normalize: str = "none"
 
     def __post_init__(self):
-        if self.scope not in SCOPES:
-            raise PruningError(f"unknown scope {self.scope!r}: choose one of {', '.join(SCOPES)}")
-        if self.normalize not in NORMALIZATIONS:
-            raise PruningError(f"unknown normalize {self.normalize!r}: choose one of {', '.join(NORMALIZATIONS)}")
+        choose("scope", self.scope, SCOPES)
+        choose("normalize", self.normalize, NORMALIZATIONS)
         for name in ("min_neurons", "round_to"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

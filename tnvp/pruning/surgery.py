@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attention import become_explicit, leave_nesting
 from .channels import NeuronGroup
 from .compensation import StandIn, compensated, complement
+from .errors import PruningError
 from .layers import ATTENTION, kind_of, synchronise_sizes
 
 Cuts = dict[tuple[str, str], Tensor]  # (layer, "in" or "out") → positions to keep of that dimension
@@ -146,3 +147,16 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
                 become_explicit(module)
             synchronise_sizes(module, len(kept))
         leave_nesting(model)
+
+
+def check_masked(model: nn.Module, cuts: Cuts) -> None:
+    """Raise where a consumer reads, with weights that are not zero any more, positions that ``cuts`` would remove."""
+    for (layer, side), kept in cuts.items():
+        module = model.get_submodule(layer)
+        for name, dim in kind_of(module).inputs.items() if side == "in" else ():
+            weight = getattr(module, name).detach()
+            if bool(weight.index_select(dim, complement(kept, weight.shape[dim]).to(weight.device)).any()):
+                raise PruningError(
+                    f"{layer}.{name} reads masked neurons again: an older state was loaded, or it was frozen at the event and "
+                    'trained after. Mask them anew with prune(…, mode="mask") and the same budget, then rebuild()'
+                )

@@ -29,7 +29,7 @@ from .elements import (
     scaled_dot_product_attention,
 )
 from .layers import layer, transformer
-from .moves import cat, moved, reshape, shuffle, split, squeeze, unbind, unflatten
+from .moves import cat, moved, reshape, rolled, shuffle, split, squeeze, unbind, unflatten
 from .sizes import getitem, number, size, size_attribute
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ POOLS = (
 MOVES = (
     nn.Flatten, torch.flatten, "flatten", torch.permute, "permute", torch.transpose, "transpose", torch.swapaxes, "swapaxes",
     torch.movedim, "movedim", torch.t, "t", torch.unsqueeze, "unsqueeze", "expand", "expand_as", torch.flip, "flip",
-    torch.roll, "roll", "repeat", torch.tile, "tile", torch.repeat_interleave, "repeat_interleave", torch.narrow, "narrow",
+    "repeat", torch.tile, "tile", torch.repeat_interleave, "repeat_interleave", torch.narrow, "narrow",
     torch.select, "select",
 )  # fmt: skip
 REDUCTIONS = (
@@ -127,6 +127,7 @@ RULES: dict[object, Callable] = {
     **dict.fromkeys((torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split"), split),
     **dict.fromkeys((torch.unbind, "unbind"), unbind),
     **dict.fromkeys((torch.squeeze, "squeeze"), squeeze),
+    **dict.fromkeys((torch.roll, "roll"), rolled),
     **dict.fromkeys((nn.GLU, F.glu), glu),
     **dict.fromkeys((nn.Unflatten, torch.unflatten, "unflatten"), unflatten),
     **dict.fromkeys(("view", "reshape", torch.reshape), reshape),

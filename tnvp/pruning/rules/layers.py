@@ -22,7 +22,7 @@ from ..layers import (
     channel_dim,
     kind_of,
 )
-from .base import Fields, source_of, unknown
+from .base import Fields, fields_in, source_of, unknown
 
 if TYPE_CHECKING:
     from ..graph import Walk
@@ -33,9 +33,12 @@ def layer(walk: Walk, node: fx.Node, result) -> Fields | None:
     kind = kind_of(module)
     if kind is ATTENTION:
         return attention(walk, node, result)
+    source = source_of(node)
+    for other in node.all_input_nodes:
+        if other is not source or kind is EMBEDDING:
+            walk.atoms.block(fields_in(walk.fields[other]), f"is read by {name} otherwise than as its input")
     if kind is EMBEDDING:
         return [along(walk.write(name, module.embedding_dim), result.dim() - 1, result.dim())]
-    source = source_of(node)
     value = walk.value(source)
     if not isinstance(value, Tensor):
         return unknown(walk, node, result)
@@ -99,6 +102,9 @@ def attention(walk: Walk, node: fx.Node, result: tuple) -> Fields:
     name, module = node.target, walk.layers[node.target]
     inputs = dict(zip(("query", "key", "value"), node.args, strict=False)) | node.kwargs
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    for mask in node.all_input_nodes:
+        if mask not in (query, key, value):
+            walk.atoms.block(fields_in(walk.fields[mask]), f"is a mask of {name}")
     width = walk.value(query).shape[-1]
     positions = torch.full((width,), -1)
     if query is key is value:

@@ -160,7 +160,18 @@ def cat(walk: Walk, node: fx.Node, result: Tensor) -> Fields | None:
     for shape, fields in parts:
         wide = [size if d == dim or d in spread else 1 for d, size in enumerate(shape)]
         columns.append((fields[0] if fields else torch.tensor(-1)).expand(wide))
-    return [walk.atoms.compact(torch.cat(columns, dim))]
+    field = torch.cat(columns, dim)
+    if spread - {dim}:  # torch wants equal sizes there: what stands at the same place of each part goes together
+        field = walk.atoms.tie(field, dim, f"meets a tensor of fixed size in {node.name}")
+    return [walk.atoms.compact(field)]
+
+
+def rolled(walk: Walk, node: fx.Node, result: Tensor) -> Fields:
+    """Neurons shifted along their own dimension would be others than before once some are gone."""
+    arguments = dict(zip(("input", "shifts", "dims"), node.args, strict=False)) | node.kwargs
+    dims = arguments.get("dims")
+    blocked_along(walk, node, [dims] if isinstance(dims, int) else dims or None)
+    return moved(walk, node, result)
 
 
 def _is_stack(node: fx.Node) -> bool:
