@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tnvp import models
 from tnvp.pruning.attention import become_explicit, leave_nesting
 from tnvp.pruning.layers import ATTENTION, kind_of
+from tnvp.pruning.surgery import is_masked
 
 FORMAT = "tnvp-model-2"
 
@@ -27,6 +29,12 @@ class CheckpointError(ValueError):
 def save(model: nn.Module, path: str | os.PathLike) -> None:
     """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole."""
     path = Path(path)
+    if is_masked(model):
+        warnings.warn(
+            "the network is masked: the file holds it at full size and without what keeps its rows at zero. "
+            "pruner.rebuild() before saving shrinks it",
+            stacklevel=2,
+        )
     own = model.state_dict()
     state = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
     content = {

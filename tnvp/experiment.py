@@ -57,7 +57,7 @@ def run(config: Config) -> dict:
         complete = True
     finally:
         tracker.finish(failed=not complete)
-    print(describe(summary, directory, tracker))
+    print(describe(summary, config.pruning.name, directory, tracker))
     return summary
 
 
@@ -248,13 +248,14 @@ def label(config: Config) -> str:
     return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
 
 
-def describe(summary: dict, directory: RunDirectory, tracker: tracking.Tracker) -> str:
+def describe(summary: dict, kind: str, directory: RunDirectory, tracker: tracking.Tracker) -> str:
     """What a person wants to know when a run ends."""
     dense, pruned, final = (summary[key] for key in ("test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"))
     story = f"test accuracy {final:.2f} %"
     if pruned is not None:
+        when = "dense" if kind == "one_shot" else "before the first event"
         story = (
-            f"test accuracy {dense:.2f} % dense, {pruned:.2f} % pruned, {final:.2f} % at the end; "
+            f"test accuracy {dense:.2f} % {when}, {pruned:.2f} % pruned, {final:.2f} % at the end; "
             f"{summary['neuron_sparsity']:.1%} of the neurons and {summary['parameter_sparsity']:.1%} of the parameters removed"
         )
     lines = [f"{directory.path}: {story} ({summary['seconds']:.1f} s)"]

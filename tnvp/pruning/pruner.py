@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error
+from .calibration import calibration_batches, on_device_of, outputs, recalibrate, relative_error, running_norms
 from .certificate import Certificate, certify, excuses, warn_of_disagreement
 from .channels import (
     NeuronGroup,
@@ -114,6 +114,7 @@ class Pruner:
         self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
         self._recorder = Recorder(model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), window)
+        self._recorder.wants_inputs = self._inputs is None
 
     # Recording.
 
@@ -268,6 +269,7 @@ class Pruner:
                 if g.prunable
             ],
             cuts=cuts,
+            keeps_norms=fresh is None and scores is not None and bool(running_norms(self.model)),
         )
         self._operate(kept, cuts, taken, mode)
         if fresh is not None:

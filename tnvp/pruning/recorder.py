@@ -96,7 +96,10 @@ class Recorder:
         self.ids = {group.name: torch.arange(group.size) for group in self.groups}
         self.trace: list[TraceRow] = []
         self.batches = 0
-        self.seen: tuple | None = None  # what the first recorded forward pass was called with
+        self.wants_inputs, self.seen = (
+            False,
+            None,
+        )  # whether to keep what the first forward pass is called with, and that
         self._paused = False
         self._block: object | None = None  # the open record() block, anew after each prune event
         self._correlates = True
@@ -139,7 +142,8 @@ class Recorder:
                 module = modules[signal[0]]
                 register = module.register_forward_hook if signal[1] == "out" else module.register_forward_pre_hook
                 handles.append(register(_Hook(self, signal), with_kwargs=True))
-            handles.append(self.model.register_forward_pre_hook(_Sight(self, ("", "")), with_kwargs=True))
+            if self.wants_inputs:
+                handles.append(self.model.register_forward_pre_hook(_Sight(self, ("", "")), with_kwargs=True))
             with explicit_attention(self.model):
                 yield
         finally:

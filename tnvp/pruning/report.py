@@ -49,6 +49,7 @@ class PruneReport:
     groups: list[GroupReport] = field(repr=False)
     cuts: Cuts = field(repr=False)
     mode: str = "rebuild"
+    keeps_norms: bool = False  # batch norms go on with the running statistics of the unpruned network
     recalibrated_error: float | None = (
         None  # output_error after the batch norms' recalibration, where that was asked for
     )
@@ -62,10 +63,14 @@ class PruneReport:
         ]
         if self.mode == "mask":
             lines[0] += "; masked only: shapes and speed are as before until rebuild()"
-        if self.output_error is not None:
-            lines.append(f"the output changed by {self.output_error:.2%} on the calibration data")
+        if self.certificate is not None:
+            lines.append(f"on the calibration data, {self.certificate}")
         if self.recalibrated_error is not None:
-            lines[-1] += f", by {self.recalibrated_error:.2%} once batch norms were recalibrated"
+            lines.append(f"once batch norms were recalibrated, the output differed by {self.recalibrated_error:.2%}")
+        if self.keeps_norms:
+            lines.append(
+                "batch norms still hold the unpruned network's statistics: prune(bn_recalibrate=batches) renews them"
+            )
         lines += [f"  {g.name}: {len(g.removed) + len(g.kept)} → {len(g.kept)} neurons" for g in self.groups]
         return "\n".join(lines)
 

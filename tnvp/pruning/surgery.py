@@ -149,6 +149,11 @@ def execute(model: nn.Module, changes: Iterable[ParameterChange], cuts: Cuts) ->
         leave_nesting(model)
 
 
+def is_masked(model: nn.Module) -> bool:
+    """Whether a parameter is held at zero in part."""
+    return any(isinstance(hook, _Hold) for p in model.parameters() for hook in (p._backward_hooks or {}).values())
+
+
 def check_masked(model: nn.Module, cuts: Cuts) -> None:
     """Raise where a consumer reads, with weights that are not zero any more, positions that ``cuts`` would remove."""
     for (layer, side), kept in cuts.items():

@@ -81,6 +81,8 @@ ELEMENTWISE = (
     F.softplus, F.softsign, F.tanh, F.sigmoid, F.logsigmoid, F.threshold,
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
     torch.relu, torch.tanh, torch.sigmoid, torch.exp, torch.log, torch.abs, torch.neg, torch.square, torch.sqrt, torch.rsqrt,
+    torch.dropout, torch.feature_dropout, torch.selu, torch.celu, torch.rrelu, torch.threshold, torch.hardshrink,
+    F.rrelu, F.hardshrink, F.softshrink, F.tanhshrink, F.feature_alpha_dropout,
     torch.sin, torch.cos, torch.erf, torch.clamp, torch.clip, torch.where, torch.pow, torch.log1p, torch.expm1,
     torch.reciprocal, torch.sign, torch.addcmul, torch.addcdiv, torch.ones_like, torch.zeros_like,
     torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.minimum, torch.lerp,
