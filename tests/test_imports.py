@@ -14,7 +14,7 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"pruning"},
     {"image_folder", "models", "run_directory", "tracking", "training"},
     {"published", "figure_style"},
-    {"schema", "data", "checkpoint", "results", "run_figures"},
+    {"schema", "data", "checkpoint", "results", "run_figures", "trunk"},
     {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
 ]
@@ -27,6 +27,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "tracking": set(),
     "models": set(),
     "training": set(),
+    "trunk": {"run_directory"},
     "data": {"image_folder", "published"},
     "published": {"image_folder"},
     "pruning": set(),

@@ -28,7 +28,7 @@ from .schema import SCHEMAS, Composition, Config
 __all__ = ["Config", "ConfigError", "check", "config_hash", "register", "resolve", "to_dict", "trunk_hash"]
 
 # What a run can differ in with the same results: where things are kept, shown and named.
-NEUTRAL = ("tracking", "study", "name", "runs", "force", "progress")
+NEUTRAL = ("tracking", "study", "name", "runs", "trunks", "force", "progress")
 NEUTRAL_OF_DATASET = ("root", "download")
 
 

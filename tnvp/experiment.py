@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, figures, models, tracking
+from tnvp import checkpoint, data, figures, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal, trace_table
@@ -68,12 +68,14 @@ class Study:
     ):
         self.config, self.images, self.pruner = config, images, pruner
         self.model, self.optimizer = pruner.model, pruner.optimizer
+        self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
         self.validation = Validation(lambda: self.measure(images.validation, self.model))
         self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
+        self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
         self.event = None if config.pruning.name == "none" else self.make_event()
 
     def run(self) -> dict:
@@ -81,7 +83,7 @@ class Study:
         started = time.perf_counter()
         pruning, lr = self.config.pruning, self.config.optimizer.lr
         if pruning.name == "one_shot":
-            self.train("dense", pruning.dense_epochs, lr)
+            self.train_trunk()
             self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
         else:
@@ -91,10 +93,57 @@ class Study:
             self.pruner.rebuild()  # the same network, at the size that the masks left
         self.directory.write_traces(trace_table(self.pruner.trace))
         checkpoint.save(self.model, self.directory.model_path)
-        summary = self.summarise(time.perf_counter() - started)
+        summary = self.summarise(time.perf_counter() - started + self.seconds_elsewhere)
         self.publish(summary)
         self.directory.write_summary(summary)
         return summary
+
+    def train_trunk(self) -> None:
+        """The dense epochs: taken from a run that shares them, or trained and kept for these."""
+        config, began = self.config, time.perf_counter()
+        dense = ("dense", config.pruning.dense_epochs, config.optimizer.lr)
+        if not config.trunks or config.compile:  # code compiled around more hooks is other code
+            return self.train(*dense)
+        path = self.trunk_path(config.trunks)
+        with trunk.locked(path):
+            kept = trunk.read(path)
+            if kept is None:
+                self.pruner.watch_everything()
+                self.train(*dense)
+                trunk.write(path, self.state() | {"seconds": time.perf_counter() - began})
+                self.pruner.go_on_from(self.pruner.recorded())
+                return
+        self.go_on_from(kept)
+        self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+
+    def trunk_path(self, folder: str) -> Path:
+        images, found = self.images, self.directory.environment
+        groups = [(g.name, g.producers, g.passengers, g.consumers, g.prunable) for g in self.pruner.groups]
+        splits = [tensor for split in (images.train, images.validation) for tensor in (split.images, split.labels)]
+        tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
+        return trunk.trunk_path(folder, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors)
+
+    def state(self) -> dict:
+        """All that the rest of the run depends on, as plain data and tensors."""
+        return {
+            "step": self.step,
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "shuffle": self.shuffle.get_state(),
+            "random": trunk.random_state(self.device),
+            "recorded": self.pruner.recorded(),
+            "records": self.journal.records,
+        }
+
+    def go_on_from(self, state: dict) -> None:
+        """Be where another run was when it gave `state`, with its records in this one's directory."""
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.shuffle.set_state(state["shuffle"])
+        trunk.restore_random_state(state["random"], self.device)
+        self.pruner.go_on_from(state["recorded"])
+        self.journal.replay(state["records"])
 
     def train(self, phase: str, epochs: int, lr: float, callbacks: Sequence[Callback] = ()) -> None:
         """``epochs`` epochs, ending at that of the best validation accuracy since the last prune event."""

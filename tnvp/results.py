@@ -19,14 +19,18 @@ from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats
 
 from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
 
-MACHINE_PATHS = ["config.runs", "config.dataset.root"]  # nobody else's business: left out of a CSV file
+MACHINE_PATHS = [
+    "config.runs",
+    "config.trunks",
+    "config.dataset.root",
+]  # nobody else's business: left out of a CSV file
 NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
 BASE = ["config.dataset.name", "config.model.name", "config.pruning.name", "config.pruning.compensation"]
 REQUESTED = ["config.pruning.sparsity", "config.pruning.threshold"]
 NOT_SETTINGS = re.compile(
-    r"config\.(seed|name|device|compile|threads|runs|force|progress|tracking\..*|dataset\.(root|download)"
+    r"config\.(seed|name|device|compile|threads|runs|trunks|force|progress|tracking\..*|dataset\.(root|download)"
     r"|pruning\.(criterion|sparsity|threshold))$"
 )
 

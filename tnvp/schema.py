@@ -356,6 +356,8 @@ class Config(Checked):
     """CPU threads of torch; 0: its own choice. The order of sums depends on it, so results may too."""
     runs: str = text(*PATH)
     """Folder that run directories are made in."""
+    trunks: str | None = text(*PATH)
+    """Folder of trained trunks, for runs that share one; null: each run trains its own. The results are the same."""
     force: bool
     """Run again though a complete run of this configuration is there."""
     progress: bool
