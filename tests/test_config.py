@@ -324,6 +324,19 @@ def test_tracking_does_not_influence_results(pool):
         ("one_shot", {"dense_epochs", "trace_every"}),
         ("gradual", {"epochs", "start_step", "every", "trace_every"}),
         ("threshold", {"epochs", "every", "trace_every"}),
+        (
+            "scratch",
+            {
+                "sparsity",
+                "dense_epochs",
+                "finetune_epochs",
+                "min_neurons",
+                "round_to",
+                "approximate",
+                "ignore",
+                "trace_every",
+            },
+        ),
     ],
 )
 def test_the_trunk_is_what_precedes_the_first_event(pool, kind, before):
@@ -447,7 +460,7 @@ def test_help_lists_the_choices(command, capsys):
         command("--help")
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert "\npruning: gradual, none, one_shot, threshold\n" in out and "schema:" not in out
+    assert "\npruning: gradual, none, one_shot, scratch, threshold\n" in out and "schema:" not in out
     assert not command.ran
 
 

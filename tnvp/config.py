@@ -90,7 +90,7 @@ def trunk_hash(config: Config) -> str:
 
     Criterion, sparsity, compensation and all that happens after the event are left out. With gradual and
     threshold pruning the step of the first event counts, and `epochs`, since the learning rate depends on the
-    length of the run. Without pruning the whole run is trunk.
+    length of the run. Without a prune event the whole run is trunk.
     """
     trunk = {"name": config.pruning.name, "trace_every": config.pruning.trace_every, **config.pruning.trunk()}
     return _digest(_influential(config) | {"pruning": trunk})

@@ -28,6 +28,7 @@ from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, devic
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
+CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
 EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 
 
@@ -76,7 +77,7 @@ class Study:
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
         self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
-        self.event = None if config.pruning.name == "none" else self.make_event()
+        self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
     def run(self) -> dict:
         """The whole run; returns the summary, which is written last."""
@@ -86,6 +87,9 @@ class Study:
             self.train_trunk()
             self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
+        elif pruning.name == "scratch":
+            self.narrow()
+            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
         else:
             during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
             self.train("train", pruning.epochs, lr, during)
@@ -115,6 +119,14 @@ class Study:
                 return
         self.go_on_from(kept)
         self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+
+    def narrow(self) -> None:
+        """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
+        pruning = self.config.pruning
+        self.pruner.prune(sparsity=pruning.sparsity, min_neurons=pruning.min_neurons, round_to=pruning.round_to)
+        for module in self.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
     def trunk_path(self, folder: str) -> Path:
         images, found = self.images, self.directory.environment
@@ -197,11 +209,11 @@ class Study:
         """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""
         config, pruner, event = self.config, self.pruner, self.event
         before, after = (event.dense, event.pruned) if event and event.pruned else (self.model, None)
-        test = self.images.test
+        test, narrow = self.images.test, config.pruning.name == "scratch"  # which never was a dense network
         one_image = (self.images.train.images[:1].float(),)
         hashes = self.directory.environment
         return {
-            "test_accuracy_dense": self.measure(test, before)["accuracy"],
+            "test_accuracy_dense": None if narrow else self.measure(test, before)["accuracy"],
             "test_accuracy_pruned": self.measure(test, after)["accuracy"] if after else None,
             "test_accuracy": self.measure(test, self.model)["accuracy"],
             **pruner.reductions(),
@@ -254,6 +266,8 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
         for key in ("criterion", "coupled", "compensation", "window", "ignore", "mode", "approximate")
         if hasattr(pruning, key)
     }
+    if pruning.name == "scratch":
+        chosen |= {"criterion": "random", "compensation": "none"}  # whichever go, the weights are drawn anew
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
 
@@ -291,7 +305,7 @@ def label(config: Config) -> str:
     if config.name:
         return config.name
     pruning = config.pruning
-    how = [pruning.name] if pruning.name == "none" else [pruning.name, pruning.criterion]
+    how = [pruning.name] if pruning.name in CONTROLS else [pruning.name, pruning.criterion]
     how += [f"{getattr(pruning, key):g}" for key in ("sparsity", "threshold") if hasattr(pruning, key)]
     return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
 
