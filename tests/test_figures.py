@@ -86,7 +86,7 @@ def test_single_runs_are_dots_and_the_trunk_is_the_reference(table):
 
 
 def test_the_figure_says_n_spread_data_and_command(table):
-    said = text(figures.accuracy_vs_sparsity(table, source="some/runs"))
+    said = text(figures.accuracy_vs_sparsity(table, command="python -m tnvp.figures some/runs"))
     for words in (
         "mnist, mlp, one_shot, compensation mean",
         "n = 3 a point",
