@@ -17,6 +17,7 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"schema", "data", "checkpoint", "results", "run_figures", "trunk"},
     {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
+    {"study"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
     "figures": {"figure_style", "results", "run_directory", "run_figures"},
