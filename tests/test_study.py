@@ -64,11 +64,10 @@ def test_a_study_is_interrupted_twice_goes_on_publishes_and_draws(smoke, tmp_pat
     assert broken_off(smoke("run"), tmp_path, 1, signal.SIGKILL) == -signal.SIGKILL
     first = finished(tmp_path)
     assert 1 <= len(first) < 12
-    refused = subprocess.run(smoke("publish"), capture_output=True, text=True)
-    assert (
-        refused.returncode == 2 and f"{12 - len(first)} of 12 runs of digits_smoke are not finished" in refused.stderr
-    )
-    assert not (tmp_path / "experiments/digits_smoke/results.csv").exists()
+    declared, where = study.read("digits_smoke", tmp_path / "experiments"), [f"runs={tmp_path}/runs"]
+    with pytest.raises(study.StudyError, match=f"{12 - len(first)} of 12 runs of digits_smoke are not finished"):
+        study.publish(declared, where)
+    assert not declared.table_path.exists()
 
     assert broken_off(smoke("run"), tmp_path, len(first) + 1, signal.SIGINT) == 130
     second = finished(tmp_path)
@@ -80,7 +79,6 @@ def test_a_study_is_interrupted_twice_goes_on_publishes_and_draws(smoke, tmp_pat
     assert len(whole) == 12 and {name: whole[name] for name in second} == second, "no finished run was touched"
     assert len(list(tmp_path.glob("runs/.trunks/*.pt"))) == 2, "one trunk a seed"
 
-    declared, where = study.read("digits_smoke", tmp_path / "experiments"), [f"runs={tmp_path}/runs"]
     written = study.publish(declared, where)
     assert [path.name for path in written] == ["results.csv", "accuracy.png", "accuracy.pdf"]
     table = results.published(written[0])
@@ -110,18 +108,18 @@ def test_a_part_is_published_only_where_asked_and_said(tmp_path):
 
 def test_points_are_those_that_hydra_sweeps_over():
     axes = {
-        "seed": [0, 1],
-        "optimizer.lr": [0.1, 1e-05],
+        "optimizer.lr": [1e-05],
         "model.widths": [[8, 4], [16]],
-        "pruning.ignore": [[], ["fc1"]],
+        "pruning.ignore": [["fc1"]],
+        "dataset.flip": [True],
     }
-    axes |= {"dataset.flip": [True, False], "name": [None, "a b", "it's"]}
+    axes |= {"name": [None, "a b", "it's"]}
     sweep = study.Sweep(["experiment=digits"], axes)
     flags = Namespace(overrides=sweep.overrides(), multirun=True, experimental_rerun=None)
     with hydra.initialize_config_dir(str(run.CONF), version_base=VERSION):
         theirs = [run.resolve(hydra.compose("config", point)) for point in run.points(flags)]
         ours = [run.resolve(hydra.compose("config", point)) for point in sweep.points()]
-    assert ours == theirs and len(ours) == 96
+    assert ours == theirs and len(ours) == 6
 
 
 @pytest.mark.parametrize(
@@ -156,10 +154,12 @@ def test_a_point_that_can_not_be_run_is_found_before_any_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", study.study_names())
-def test_every_declared_point_can_be_run_and_stands_once(name):
+def test_every_sweep_that_is_declared_can_be_run(name):
     declared = study.read(name)
-    paths = [run.path for run in study.runs_of(declared, [])]
-    assert len(paths) == sum(len(sweep.points()) for sweep in declared.sweeps)
+    points = [tuple(sorted(point)) for sweep in declared.sweeps for point in sweep.points()]
+    assert len(set(points)) == len(points)
+    lasts = [sweep._replace(axes={key: values[-1:] for key, values in sweep.axes.items()}) for sweep in declared.sweeps]
+    assert len(study.runs_of(declared._replace(sweeps=lasts), [])) == len(lasts)
 
 
 @pytest.mark.skipif(matplotlib.__version__ != DRAWN_WITH, reason=f"the figures were drawn with matplotlib {DRAWN_WITH}")
