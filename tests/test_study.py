@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 
 import run
+from tests.test_tracking import isolate, of_kind, read_records
 from tnvp import results, study
 from tnvp.config import VERSION
 
@@ -60,7 +61,8 @@ def broken_off(command: list[str], folder: Path, runs: int, how: signal.Signals)
     return process.wait(timeout=60)
 
 
-def test_a_study_is_interrupted_twice_goes_on_publishes_and_draws(smoke, tmp_path, capsys):
+def test_a_study_is_interrupted_twice_goes_on_publishes_and_draws(smoke, tmp_path, capsys, monkeypatch):
+    isolate(tmp_path / "home", monkeypatch)
     assert broken_off(smoke("run"), tmp_path, 1, signal.SIGKILL) == -signal.SIGKILL
     first = finished(tmp_path)
     assert 1 <= len(first) < 12
@@ -79,13 +81,22 @@ def test_a_study_is_interrupted_twice_goes_on_publishes_and_draws(smoke, tmp_pat
     assert len(whole) == 12 and {name: whole[name] for name in second} == second, "no finished run was touched"
     assert len(list(tmp_path.glob("runs/.trunks/*.pt"))) == 2, "one trunk a seed"
 
-    written = study.publish(declared, where)
+    written = study.publish(declared, where, wandb="offline")
     assert [path.name for path in written] == ["results.csv", "accuracy.png", "accuracy.pdf"]
     table = results.published(written[0])
     assert len(table) == 12 and table["config_hash"].is_unique and table["trunk_hash"].nunique() == 2 + 4
     assert table[["commit", "hardware", "seed", "run"]].notna().all(axis=None)
     assert "config.runs" not in table and str(tmp_path) not in written[0].read_text()
     before = [path.read_bytes() for path in written]
+    (log,) = tmp_path.glob("runs/digits_smoke/wandb/offline-run-*")
+    (record,) = of_kind(read_records(log), "run")
+    assert (record.run_group, record.job_type, record.display_name) == (
+        "digits_smoke",
+        "summary",
+        "digits_smoke-summary",
+    )
+    logged = {path.name.split("_")[0] for path in log.glob("files/media/*/*")}
+    assert logged == {"accuracy", "means", "runs"}
     (tmp_path / "runs").rename(tmp_path / "gone")
     assert study.main(["figures", "--experiments", str(tmp_path / "experiments")]) == 0
     assert [path.read_bytes() for path in written] == before, "a table is enough to draw"

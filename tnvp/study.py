@@ -18,9 +18,10 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import yaml
 
-from tnvp import figures, results
+from tnvp import figures, results, tracking
 from tnvp.run_directory import ResultsError, RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -143,8 +144,11 @@ def run(study: Study, extra: list[str]) -> int:
     return 0
 
 
-def publish(study: Study, extra: list[str], partial: bool = False) -> list[Path]:
-    """Write results.csv and the figures from finished runs; returns the paths. Missing runs are an error unless partial."""
+def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
+    """Write results.csv and the figures from finished runs; returns the paths. Missing runs are an error unless partial.
+
+    wandb: a mode of `tracking.start`, in which table and figures are logged as a run of the study's group.
+    """
     runs = runs_of(study, extra)
     missing = [str(run.path) for run in runs if not run.is_complete]
     if missing:
@@ -156,7 +160,38 @@ def publish(study: Study, extra: list[str], partial: bool = False) -> list[Path]
     table = results.table_of((run for run in runs if run.is_complete), runs[0].path.parent.parent)
     results.publish(table, study.table_path)
     print(results.describe(table))
-    return [study.table_path, *draw(study)]
+    drawn = draw(study)
+    track(study, table, [path for path in drawn if path.suffix == ".png"], runs[0].path.parent, wandb)
+    return [study.table_path, *drawn]
+
+
+def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Path, mode: str) -> None:
+    """Log a study's runs, means and figures as one W&B run of its group, kept beside its runs in ``directory``."""
+
+    def first(column: str) -> str | None:
+        values = table[column].dropna() if column in table else []
+        return values.iloc[0] if len(values) else None
+
+    tracker = tracking.start(
+        mode,
+        directory=directory,
+        project=first("config.tracking.project") or "tnvp",
+        entity=first("config.tracking.entity"),
+        group=study.name,
+        job_type="summary",
+        name=f"{study.name}-summary",
+        tags=[],
+        config={"question": study.question, "sweeps": [sweep.overrides() for sweep in study.sweeps]},
+    )
+    for name, frame in {"runs": table, "means": results.aggregate(table)}.items():
+        plain = frame.astype(object).where(frame.notna(), None)
+        tracker.table(name, list(plain), plain.to_numpy().tolist())
+    for path in pictures:
+        tracker.image(path.stem, path)
+    tracker.summary({"runs": len(table), "seeds": int(table["seed"].nunique())})
+    tracker.finish()
+    if tracker.where:
+        print(f"W&B: {tracker.where}")
 
 
 def draw(study: Study) -> list[Path]:
@@ -178,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="a folder of experiments/ with a study.yaml; figures: all, if left out")
     parser.add_argument("overrides", nargs="*", help="for every run, as in run.py")
     parser.add_argument("--partial", action="store_true", help="publish although runs are missing")
+    parser.add_argument("--wandb", choices=tracking.MODES, default="disabled", help="log what is published to W&B too")
     parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, metavar="DIR", help="folder of the studies")
     options = parser.parse_args(arguments)
     try:
@@ -193,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         study = read(options.name, options.experiments)
         if options.action == "run":
             return run(study, options.overrides)
-        print(*publish(study, options.overrides, options.partial), sep="\n")
+        print(*publish(study, options.overrides, options.partial, options.wandb), sep="\n")
     except (ResultsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -58,6 +58,9 @@ class Tracker:
     def image(self, name: str, path: str | Path) -> None:
         """A PNG file."""
 
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """A table; a value that is None or NaN is empty."""
+
     def summary(self, values: dict[str, Any]) -> None:
         """The run's results, by the keys of summary.json."""
 
@@ -129,6 +132,13 @@ class WandbTracker(Tracker):
         import wandb
 
         self._send({name: wandb.Image(str(path)), "step": self._step})
+
+    @_guarded
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        import wandb
+
+        data = [[None if value != value else value for value in row] for row in rows]
+        self._send({name: wandb.Table(columns=columns, data=data, allow_mixed_types=True), "step": self._step})
 
     @_guarded
     def summary(self, values: dict[str, Any]) -> None:
