@@ -20,10 +20,10 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"study"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
-    "figures": {"figure_style", "results", "run_directory", "run_figures"},
+    "figures": {"figure_style", "results", "run_directory", "run_figures"},  # never W&B
     "run_figures": {"figure_style", "run_directory"},
     "figure_style": {"run_directory"},
-    "results": {"run_directory"},
+    "results": {"run_directory", "tracking"},  # exports what a server has
     "run_directory": set(),
     "tracking": set(),
     "models": set(),

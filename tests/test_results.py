@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -485,3 +486,42 @@ def test_other_columns_are_paired_too_each_criterion_apart(tmp_path, capsys):
     assert results.main([str(runs), "--csv", str(tmp_path / "all.csv")]) == 0
     assert results.main([str(tmp_path / "all.csv"), "--paired", "affine", "nonsense", "--by", "compensation"]) == 2
     assert "no run has compensation nonsense; there are affine, mean" in capsys.readouterr().err
+
+
+# What a W&B server has.
+
+
+def test_runs_of_a_server_make_the_same_table_as_their_directories(tmp_path, monkeypatch, capsys):
+    root, runs = tmp_path / "runs", []
+    for seed in range(3):
+        whole = config(seed=seed)
+        written = summary(whole)
+        write_run(root / "default" / f"mine-{written['config_hash']}", whole, streams=False)
+        stored = json.loads(json.dumps(written)) | {"_step": 7, "train/loss": 0.1}
+        runs.append(SimpleNamespace(name="mine", job_type="one_shot", config=whole, summary=stored))
+    unfinished = SimpleNamespace(name="broken", job_type="one_shot", config=config(), summary={"_step": 3})
+    of_study = SimpleNamespace(name="s", job_type="summary", config={}, summary={"config_hash": "x", "study": "s"})
+    asked = []
+
+    class Api:
+        def __init__(self, timeout):
+            pass
+
+        def runs(self, project):
+            asked.append(project)
+            return [*runs, unfinished, of_study]
+
+    monkeypatch.setattr("wandb.Api", Api)
+    pd.testing.assert_frame_equal(results.from_wandb("me/tnvp"), results.table(root))
+    assert results.main(["export", "--from", "wandb", "me/tnvp", "--csv", str(tmp_path / "a.csv")]) == 0
+    assert results.main(["export", str(root)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "a.csv").read_text() and asked == ["me/tnvp"] * 2
+
+
+def test_a_server_that_can_not_be_read_is_told(monkeypatch, capsys):
+    def fail(timeout):
+        raise RuntimeError("no key")
+
+    monkeypatch.setattr("wandb.Api", fail)
+    assert results.main(["export", "--from", "wandb", "me/tnvp"]) == 2
+    assert "the runs of me/tnvp can't be read from W&B (RuntimeError: no key)" in capsys.readouterr().err

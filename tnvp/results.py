@@ -1,6 +1,7 @@
 """One tidy table of any tree of runs: a row a finished run. Figures and published numbers come from it.
 
 python -m tnvp.results runs --csv results.csv
+python -m tnvp.results export --from wandb ENTITY/PROJECT --csv results.csv
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats for it takes a second
 
+from tnvp import tracking
 from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
 
 MACHINE_PATHS = [
@@ -52,9 +54,24 @@ def table_of(runs: Iterable[RunDirectory], root: str | Path) -> pd.DataFrame:
     if unfinished:
         names = ", ".join(unfinished[:20]) + (", ..." if len(unfinished) > 20 else "")
         warnings.warn(f"{len(unfinished)} unfinished run(s) left out: {names}", stacklevel=2)
-    rows = [_row(run, Path(root)) for run in runs if run.is_complete]
-    if not rows:
+    complete = [run for run in runs if run.is_complete]
+    if not complete:
         raise ResultsError(f"no finished run under {root}. Make runs there with: python run.py runs={root}")
+    return _table(_row(run.path.relative_to(root).as_posix(), run.summary, run.config) for run in complete)
+
+
+def from_wandb(project: str) -> pd.DataFrame:
+    """The same of the finished runs that a W&B server has of ENTITY/PROJECT."""
+    rows = []
+    for name, config, summary in tracking.fetch(project):
+        if "config_hash" in summary:
+            rows.append(_row(f"{summary['study']}/{name}-{summary['config_hash']}", summary, config))
+    if not rows:
+        raise ResultsError(f"{project} has no finished run of tnvp")
+    return _table(rows)
+
+
+def _table(rows: Iterable[dict]) -> pd.DataFrame:
     frame = pd.DataFrame(rows, dtype=object)
     config = sorted(name for name in frame if name.startswith("config."))
     frame = frame[["run", *SUMMARY, *config]].sort_values("run", ignore_index=True)
@@ -89,13 +106,8 @@ def _runs(root: Path) -> Iterator[RunDirectory]:
         folders[:] = [name for name in folders if not NOT_RUNS.search(name)]
 
 
-def _row(run: RunDirectory, root: Path) -> dict[str, Any]:
-    summary = run.summary
-    return {
-        "run": run.path.relative_to(root).as_posix(),
-        **{name: summary.get(name) for name in SUMMARY},
-        **dict(_flat(run.config, "config")),
-    }
+def _row(name: str, summary: dict, config: dict) -> dict[str, Any]:
+    return {"run": name, **{key: summary.get(key) for key in SUMMARY}, **dict(_flat(config, "config"))}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -261,7 +273,10 @@ def _percent(mean: float, half: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a tree of runs as a table; 0, or 2 for a tree that can't be read."""
+    """Print a tree of runs as a table, or export one; 0, or 2 for a tree that can't be read."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["export"]:
+        return export(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m tnvp.results", description="Means over seeds.")
     parser.add_argument("root", metavar="ROOT", help="folder of runs, such as runs, or a published table")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="also write the table, one row a run")
@@ -280,6 +295,29 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     return 0
 
+
+def export(arguments: list[str]) -> int:
+    """Write the table of a tree of runs, or of a W&B project, as CSV; 0, or 2 where it can't be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tnvp.results export", description="One row a finished run, as CSV."
+    )
+    parser.add_argument("source", metavar="ROOT|ENTITY/PROJECT")
+    parser.add_argument("--from", dest="kind", choices=SOURCES, default="runs")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="where to; left out: the standard output")
+    options = parser.parse_args(arguments)
+    try:
+        runs = SOURCES[options.kind](options.source)
+        if options.csv:
+            publish(runs, options.csv)
+        else:
+            print(runs.drop(columns=MACHINE_PATHS, errors="ignore").to_csv(index=False), end="")
+    except (ResultsError, tracking.TrackingError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+SOURCES = {"runs": table, "wandb": from_wandb}
 
 if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
