@@ -141,7 +141,7 @@ def write_run(path: Path, whole: dict, streams: bool = True, finish: bool = True
     run = RunDirectory.create(path)
     run.write_config(whole)
     run.write_environment({"commit": None, "seed": whole["seed"]})
-    event = prune_event(whole) if whole["pruning"].get("sparsity") else None
+    event = prune_event(whole) if {"criterion", "sparsity"} <= whole["pruning"].keys() else None
     for step in range(20, STEPS + 1, 20) if streams else ():
         pruned = event is not None and step > EVENT
         fall = math.exp(-step / 300) + (0.4 * math.exp(-(step - EVENT) / 100) if pruned else 0)
