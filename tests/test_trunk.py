@@ -144,3 +144,9 @@ def test_two_processes_at_once_train_one_trunk(tmp_path):
         assert worker.exitcode == 0
     assert phases == ["dense", "finetune", "finetune"] and trained.empty()
     assert len(list(tmp_path.glob("digits/*/summary.json"))) == 2
+
+
+def test_pruning_while_training_keeps_no_trunk(tmp_path):
+    more = ["tracking=none", "progress=false", "epochs=1", f"runs={tmp_path}"]
+    experiment.run(compose("pruning=threshold", "pruning.every=10", *more))
+    assert not (tmp_path / ".trunks").exists()

@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--partial", action="store_true", help="publish although runs are missing")
     parser.add_argument("--wandb", choices=tracking.MODES, default="disabled", help="log what is published to W&B too")
     parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, metavar="DIR", help="folder of the studies")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         if options.action == "figures":
             names = [options.name] if options.name else study_names(options.experiments)
