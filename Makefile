@@ -3,7 +3,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-RUNS ?= runs
+STUDY ?=
+ARGS ?=
+RESULTS ?=
 FIGURES ?= figures
 DEMO := runs/demo
 
@@ -11,7 +13,7 @@ DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all figures notebooks clean
+.PHONY: help install demo test test-all study publish figures notebooks clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,8 +43,14 @@ test: install ## the tests (a few minutes)
 test-all: install ## the slow tests too
 	$(PY) -m pytest -m 'slow or not slow'
 
-figures: install ## redraw every figure from the runs in RUNS (default: runs) into FIGURES (default: figures)
-	$(PY) -m tnvp.figures $(RUNS) --out $(FIGURES)
+study: install ## run what is missing of the study STUDY=name (ARGS="…" goes to every run)
+	$(PY) -m tnvp.study run $(STUDY) $(ARGS)
+
+publish: install ## its table and figures from the finished runs, into experiments/STUDY
+	$(PY) -m tnvp.study publish $(STUDY) $(ARGS)
+
+figures: install ## redraw the published figures; RESULTS=runs: those of your own runs, into FIGURES (default: figures)
+	$(if $(RESULTS),$(PY) -m tnvp.figures $(RESULTS) --out $(FIGURES),$(PY) -m tnvp.study figures)
 
 notebooks: install ## run the notebooks anew and keep what they show (a minute; on digits)
 	TNVP_DATA_ROOT= $(PY) notebooks/execute.py

@@ -22,10 +22,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from tnvp.config import Config, ConfigError, describe, not_a_choice, register, resolve
+from tnvp.config import VERSION, Config, ConfigError, describe, not_a_choice, register, resolve
 
 CONF = Path(__file__).resolve().parent / "conf"
-VERSION = "1.3"  # of Hydra's behaviour
 STATUSES: list[int] = []  # of the jobs that ran in this process
 CONFIGS: dict[str, Config] = {}  # overrides → configuration of every point, in the process that launches them
 

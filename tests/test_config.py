@@ -30,7 +30,7 @@ ANOTHER = {  # a right value other than the default, where adding 1 or taking th
     "dataset.root": "elsewhere", "dataset.folder": "pictures",
     "model.widths": [128, 65], "model.dropout": 0.2, "model.dim": 384, "model.heads": 6, "optimizer.momentum": 0.5,
     "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "pruning.sparsity": 0.25, "pruning.ignore": ["fc1"],
-    "study": "other", "name": "mine", "device": "cpu", "runs": "elsewhere",
+    "study": "other", "name": "mine", "device": "cpu", "runs": "elsewhere", "trunks": None,
 }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_the_default_is_the_digits_experiment():
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
         study="digits", name=None, seed=0, device="auto", batch_size=128, precision="float32", compile=False,
-        threads=1, runs="runs", force=False, progress=True,
+        threads=1, runs="runs", trunks="runs/.trunks", force=False, progress=True,
     )  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def test_no_key_may_be_missing(pool):
 
 
 def test_hashes_see_what_influences_results_and_nothing_else(pool):
-    neutral = {"study", "name", "runs", "force", "progress", "dataset.root", "dataset.download"}
+    neutral = {"study", "name", "runs", "trunks", "force", "progress", "dataset.root", "dataset.download"}
     for config in pool:
         assert re.fullmatch("[0-9a-f]{12}", config_hash(config))
         for key, value, allowed in leaves(config):
@@ -324,6 +324,19 @@ def test_tracking_does_not_influence_results(pool):
         ("one_shot", {"dense_epochs", "trace_every"}),
         ("gradual", {"epochs", "start_step", "every", "trace_every"}),
         ("threshold", {"epochs", "every", "trace_every"}),
+        (
+            "scratch",
+            {
+                "sparsity",
+                "dense_epochs",
+                "finetune_epochs",
+                "min_neurons",
+                "round_to",
+                "approximate",
+                "ignore",
+                "trace_every",
+            },
+        ),
     ],
 )
 def test_the_trunk_is_what_precedes_the_first_event(pool, kind, before):
@@ -447,7 +460,7 @@ def test_help_lists_the_choices(command, capsys):
         command("--help")
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert "\npruning: gradual, none, one_shot, threshold\n" in out and "schema:" not in out
+    assert "\npruning: gradual, none, one_shot, scratch, threshold\n" in out and "schema:" not in out
     assert not command.ran
 
 

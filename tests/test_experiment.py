@@ -73,6 +73,20 @@ def test_one_shot_removes_what_was_asked_and_says_so(started):
     assert summary["flops"] == 2 * (64 * 16 + 16 * 8 + 8 * 10)
 
 
+def test_scratch_trains_the_widths_that_pruning_ends_with_for_as_many_steps(started):
+    kind = ["pruning.sparsity=0.75", "pruning.finetune_epochs=2"]
+    _, pruned, other = started("pruning=one_shot", *kind)
+    _, scratch, directory = started("pruning=scratch", *kind)
+    for key in ("neuron_sparsity", "parameter_sparsity", "parameters", "flops"):
+        assert scratch[key] == pruned[key]
+    assert scratch["test_accuracy_dense"] is scratch["test_accuracy_pruned"] is scratch["criterion"] is None
+    assert scratch["test_accuracy"] > 50 and directory.events() == []
+    steps = [run.metrics()["step"].max() for run in (directory, other)]
+    assert steps[0] == steps[1]
+    assert directory.metrics()["learning_rate"].max() == pytest.approx(0.1, rel=0.1), "one cycle, at the full rate"
+    assert set(directory.metrics()["widths/fc1"].dropna()) == {8}
+
+
 def test_gradual_follows_its_schedule(started):
     _, _, directory = started(*KINDS["gradual"], "pruning.sparsity=0.5")
     requested = [event["requested"]["sparsity"] for event in directory.events()]

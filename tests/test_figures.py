@@ -86,7 +86,7 @@ def test_single_runs_are_dots_and_the_trunk_is_the_reference(table):
 
 
 def test_the_figure_says_n_spread_data_and_command(table):
-    said = text(figures.accuracy_vs_sparsity(table, source="some/runs"))
+    said = text(figures.accuracy_vs_sparsity(table, command="python -m tnvp.figures some/runs"))
     for words in (
         "mnist, mlp, one_shot, compensation mean",
         "n = 3 a point",
@@ -144,6 +144,26 @@ def test_pruning_while_training_is_compared_with_training_as_long_without(tmp_pa
         assert any(np.allclose(line.get_ydata(), 90.5) for line in figure.axes[0].lines)
         alone = figures.accuracy_vs_sparsity(chosen[chosen["config.pruning.name"] == kind])
         assert "before the first prune event, n = 2" in text(alone)
+
+
+def test_scratch_is_drawn_where_it_trained_as_long_at_the_same_settings(table, root, tmp_path):
+    control = {"name": "scratch", "sparsity": 0.3, "dense_epochs": 5, "finetune_epochs": 5}
+    for seed in range(2):
+        for sparsity, accuracy in ((0.3, 90.0), (0.6, 80.0)):
+            whole = {**config(seed=seed), "pruning": control | {"sparsity": sparsity}}
+            write_run(tmp_path / f"{sparsity}-{seed}", whole, streams=False, test_accuracy=accuracy + seed)
+        for name, whole in {
+            "short": {**config(seed=seed), "pruning": control | {"finetune_epochs": 0}},
+            "other": {**config(seed=seed, batch_size=64), "pruning": control},
+            "rounded": {**config(seed=seed), "pruning": control | {"round_to": 8}},
+        }.items():
+            write_run(tmp_path / f"{name}-{seed}", whole, streams=False, test_accuracy=10.0)
+    pruned = table.assign(**{"config.pruning.round_to": 1})
+    figure = figures.accuracy_vs_sparsity(pd.concat([pruned, results.table(tmp_path)], ignore_index=True))
+    for axes in figure.axes:
+        assert lines(axes)["from scratch"].get_ydata().tolist() == [90.5, 80.5]
+    assert "networks of the same widths trained as many epochs from random weights, n = 2 a point" in text(figure)
+    assert "12 runs" in text(figure) and "from scratch" not in text(figures.accuracy_vs_sparsity(table)).lower()
 
 
 def test_a_published_table_draws_the_same_figure(table, tmp_path):

@@ -14,20 +14,22 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"pruning"},
     {"image_folder", "models", "run_directory", "tracking", "training"},
     {"published", "figure_style"},
-    {"schema", "data", "checkpoint", "results", "run_figures", "graph_figure"},
+    {"schema", "data", "checkpoint", "results", "run_figures", "graph_figure", "trunk"},
     {"config", "progress", "events", "journal", "figures"},
     {"experiment"},
+    {"study"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
-    "figures": {"figure_style", "results", "run_directory", "run_figures"},
+    "figures": {"figure_style", "results", "run_directory", "run_figures"},  # never W&B
     "run_figures": {"figure_style", "run_directory"},
     "graph_figure": {"figure_style"},
     "figure_style": {"run_directory"},
-    "results": {"run_directory"},
+    "results": {"run_directory", "tracking"},  # exports what a server has
     "run_directory": set(),
     "tracking": set(),
     "models": set(),
     "training": set(),
+    "trunk": {"run_directory"},
     "data": {"image_folder", "published"},
     "published": {"image_folder"},
     "pruning": set(),

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -140,7 +141,7 @@ def write_run(path: Path, whole: dict, streams: bool = True, finish: bool = True
     run = RunDirectory.create(path)
     run.write_config(whole)
     run.write_environment({"commit": None, "seed": whole["seed"]})
-    event = prune_event(whole) if whole["pruning"].get("sparsity") else None
+    event = prune_event(whole) if {"criterion", "sparsity"} <= whole["pruning"].keys() else None
     for step in range(20, STEPS + 1, 20) if streams else ():
         pruned = event is not None and step > EVENT
         fall = math.exp(-step / 300) + (0.4 * math.exp(-(step - EVENT) / 100) if pruned else 0)
@@ -442,3 +443,85 @@ def test_commit_and_dirty_flag_follow_the_repository(tmp_path):
     assert len(commit) == 40 and dirty is False
     module.write_text(module.read_text() + "\n")
     assert ask() == (commit, True)
+
+
+# Differences of two, seed by seed.
+
+
+def test_paired_differences_are_scipys_over_the_seeds_that_have_both(tmp_path):
+    table = results.table(write_tree(tmp_path, ("variance", "l1"), (0.3, 0.6), seeds=4))
+    table = table[table["run"] != "l1-0.6-2"]
+    found = results.paired(table, "variance", "l1").set_index("requested")
+    for asked, seeds in ((0.3, [0, 1, 2, 3]), (0.6, [0, 1, 3])):
+        rows = table[(table["config.pruning.sparsity"] == asked) & table["seed"].isin(seeds)].sort_values("seed")
+        one, other = (rows[rows["criterion"] == name]["test_accuracy"].to_numpy() for name in ("variance", "l1"))
+        low, high = stats.ttest_rel(one, other).confidence_interval()
+        row = found.loc[asked]
+        assert row["n"] == len(seeds) and row["difference"] == pytest.approx((low + high) / 2)
+        assert row["half"] == pytest.approx((high - low) / 2)
+
+
+def test_what_two_seeds_share_does_not_widen_their_difference(tmp_path):
+    """The reason to pair: seeds differ by points, the methods by the same tenth on each."""
+    for seed, level in enumerate([50.0, 70.0, 90.0]):
+        for name, gain in (("variance", 0.5), ("l1", 0.0)):
+            write_run(tmp_path / f"{name}{seed}", config(name, seed=seed), streams=False, test_accuracy=level + gain)
+    (row,) = results.paired(results.table(tmp_path), "variance", "l1").itertuples()
+    assert row.difference == pytest.approx(0.5) and row.half == pytest.approx(0, abs=1e-9)
+    assert results.paired(results.table(tmp_path), "l1", "variance")["difference"][0] == pytest.approx(-0.5)
+
+
+def test_other_columns_are_paired_too_each_criterion_apart(tmp_path, capsys):
+    for criterion in ("variance", "l1"):
+        for seed in range(2):
+            for how, accuracy in (("affine", 95.0), ("mean", 90.0 + seed)):
+                whole = config(criterion, seed=seed, pruning__compensation=how)
+                path = tmp_path / "runs" / f"{criterion}{seed}{how}"
+                write_run(path, whole, streams=False, test_accuracy=accuracy, compensation=how)
+    runs = tmp_path / "runs"
+    found = results.paired(results.table(runs), "affine", "mean", by="compensation")
+    assert found[["criterion", "n", "difference"]].values.tolist() == [["l1", 2, 4.5], ["variance", 2, 4.5]]
+    assert results.main([str(runs), "--paired", "affine", "mean", "--by", "compensation"]) == 0
+    assert "affine - mean, at the end" in (said := capsys.readouterr().out) and "4.50 ± 6.35" in said
+    assert results.main([str(runs), "--csv", str(tmp_path / "all.csv")]) == 0
+    assert results.main([str(tmp_path / "all.csv"), "--paired", "affine", "nonsense", "--by", "compensation"]) == 2
+    assert "no run has compensation nonsense; there are affine, mean" in capsys.readouterr().err
+
+
+# What a W&B server has.
+
+
+def test_runs_of_a_server_make_the_same_table_as_their_directories(tmp_path, monkeypatch, capsys):
+    root, runs = tmp_path / "runs", []
+    for seed in range(3):
+        whole = config(seed=seed)
+        written = summary(whole)
+        write_run(root / "default" / f"mine-{written['config_hash']}", whole, streams=False)
+        stored = json.loads(json.dumps(written)) | {"_step": 7, "train/loss": 0.1}
+        runs.append(SimpleNamespace(name="mine", job_type="one_shot", config=whole, summary=stored))
+    unfinished = SimpleNamespace(name="broken", job_type="one_shot", config=config(), summary={"_step": 3})
+    of_study = SimpleNamespace(name="s", job_type="summary", config={}, summary={"config_hash": "x", "study": "s"})
+    asked = []
+
+    class Api:
+        def __init__(self, timeout):
+            pass
+
+        def runs(self, project):
+            asked.append(project)
+            return [*runs, unfinished, of_study]
+
+    monkeypatch.setattr("wandb.Api", Api)
+    pd.testing.assert_frame_equal(results.from_wandb("me/tnvp"), results.table(root))
+    assert results.main(["export", "--from", "wandb", "me/tnvp", "--csv", str(tmp_path / "a.csv")]) == 0
+    assert results.main(["export", str(root)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "a.csv").read_text() and asked == ["me/tnvp"] * 2
+
+
+def test_a_server_that_can_not_be_read_is_told(monkeypatch, capsys):
+    def fail(timeout):
+        raise RuntimeError("no key")
+
+    monkeypatch.setattr("wandb.Api", fail)
+    assert results.main(["export", "--from", "wandb", "me/tnvp"]) == 2
+    assert "the runs of me/tnvp can't be read from W&B (RuntimeError: no key)" in capsys.readouterr().err

@@ -215,6 +215,15 @@ def test_the_file_holds_histogram_image_table_and_artifact(recorded):
     assert entry.local_path == str(directory / "model.pt")  # not a copy somewhere in the home directory
 
 
+def test_the_file_holds_a_table_of_mixed_values(tmp_path):
+    tracker = begin("offline", tmp_path)
+    tracker.table("means", ["criterion", "n", "half"], [["variance", 3, 0.5], [None, 1, math.nan]])
+    tracker.finish()
+    (row,) = history(read_records(tracker.where))
+    content = json.loads((Path(tracker.where) / "files" / row["means.path"]).read_text())
+    assert content == {"columns": ["criterion", "n", "half"], "data": [["variance", 3, 0.5], [None, 1, None]]}
+
+
 def test_two_runs_in_one_process_are_two_runs(tmp_path):
     one, two = begin("offline", tmp_path / "one"), begin("offline", tmp_path / "two")
     one.log({"step": 1, "a": 1})

@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -25,10 +28,11 @@ from omegaconf.errors import (
 from .models import how_to_choose
 from .schema import SCHEMAS, Composition, Config
 
-__all__ = ["Config", "ConfigError", "check", "config_hash", "register", "resolve", "to_dict", "trunk_hash"]
+__all__ = ["Config", "ConfigError", "check", "compose", "config_hash", "register", "resolve", "to_dict", "trunk_hash"]
 
+VERSION = "1.3"  # of Hydra's behaviour
 # What a run can differ in with the same results: where things are kept, shown and named.
-NEUTRAL = ("tracking", "study", "name", "runs", "force", "progress")
+NEUTRAL = ("tracking", "study", "name", "runs", "trunks", "force", "progress")
 NEUTRAL_OF_DATASET = ("root", "download")
 
 
@@ -69,6 +73,13 @@ def resolve(cfg: DictConfig) -> Config:
     return config
 
 
+def compose(folder: str | Path, points: Iterable[Sequence[str]]) -> list[Config]:
+    """The checked configuration of each point, a list of overrides, of conf/ in ``folder``."""
+    register()
+    with initialize_config_dir(str(folder), version_base=VERSION):
+        return [resolve(hydra_compose("config", list(overrides))) for overrides in points]
+
+
 def check(config: Config) -> None:
     """Raises ConfigError with a line for each value out of range, and for each conflict between values."""
     if problems := list(_problems(config)):
@@ -90,7 +101,7 @@ def trunk_hash(config: Config) -> str:
 
     Criterion, sparsity, compensation and all that happens after the event are left out. With gradual and
     threshold pruning the step of the first event counts, and `epochs`, since the learning rate depends on the
-    length of the run. Without pruning the whole run is trunk.
+    length of the run. Without a prune event the whole run is trunk.
     """
     trunk = {"name": config.pruning.name, "trace_every": config.pruning.trace_every, **config.pruning.trunk()}
     return _digest(_influential(config) | {"pruning": trunk})

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, figures, models, tracking
+from tnvp import checkpoint, data, figures, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal, trace_table
@@ -29,6 +29,7 @@ from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, devic
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
+CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
 EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 
 
@@ -69,22 +70,27 @@ class Study:
     ):
         self.config, self.images, self.pruner = config, images, pruner
         self.model, self.optimizer = pruner.model, pruner.optimizer
+        self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
         self.validation = Validation(lambda: self.measure(images.validation, self.model))
         self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
-        self.event = None if config.pruning.name == "none" else self.make_event()
+        self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
+        self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
     def run(self) -> dict:
         """The whole run; returns the summary, which is written last."""
         started = time.perf_counter()
         pruning, lr = self.config.pruning, self.config.optimizer.lr
         if pruning.name == "one_shot":
-            self.train("dense", pruning.dense_epochs, lr)
+            self.train_trunk()
             self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
+        elif pruning.name == "scratch":
+            self.narrow()
+            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
         else:
             during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
             self.train("train", pruning.epochs, lr, during)
@@ -92,10 +98,65 @@ class Study:
             self.pruner.rebuild()  # the same network, at the size that the masks left
         self.directory.write_traces(trace_table(self.pruner.trace))
         checkpoint.save(self.model, self.directory.model_path)
-        summary = self.summarise(time.perf_counter() - started)
+        summary = self.summarise(time.perf_counter() - started + self.seconds_elsewhere)
         self.publish(summary)
         self.directory.write_summary(summary)
         return summary
+
+    def train_trunk(self) -> None:
+        """The dense epochs: taken from a run that shares them, or trained and kept for these."""
+        config, began = self.config, time.perf_counter()
+        dense = ("dense", config.pruning.dense_epochs, config.optimizer.lr)
+        if not config.trunks or config.compile:  # code compiled around more hooks is other code
+            return self.train(*dense)
+        path = self.trunk_path(config.trunks)
+        with trunk.locked(path):
+            kept = trunk.read(path)
+            if kept is None:
+                self.pruner.watch_everything()
+                self.train(*dense)
+                trunk.write(path, self.state() | {"seconds": time.perf_counter() - began})
+                self.pruner.go_on_from(self.pruner.recorded())
+                return
+        self.go_on_from(kept)
+        self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+
+    def narrow(self) -> None:
+        """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
+        pruning = self.config.pruning
+        self.pruner.prune(sparsity=pruning.sparsity, min_neurons=pruning.min_neurons, round_to=pruning.round_to)
+        for module in self.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def trunk_path(self, folder: str) -> Path:
+        images, found = self.images, self.directory.environment
+        groups = [(g.name, g.producers, g.passengers, g.consumers, g.prunable) for g in self.pruner.groups]
+        splits = [tensor for split in (images.train, images.validation) for tensor in (split.images, split.labels)]
+        tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
+        return trunk.trunk_path(folder, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors)
+
+    def state(self) -> dict:
+        """All that the rest of the run depends on, as plain data and tensors."""
+        return {
+            "step": self.step,
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "shuffle": self.shuffle.get_state(),
+            "random": trunk.random_state(self.device),
+            "recorded": self.pruner.recorded(),
+            "records": self.journal.records,
+        }
+
+    def go_on_from(self, state: dict) -> None:
+        """Be where another run was when it gave `state`, with its records in this one's directory."""
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.shuffle.set_state(state["shuffle"])
+        trunk.restore_random_state(state["random"], self.device)
+        self.pruner.go_on_from(state["recorded"])
+        self.journal.replay(state["records"])
 
     def train(self, phase: str, epochs: int, lr: float, callbacks: Sequence[Callback] = ()) -> None:
         """``epochs`` epochs, ending at that of the best validation accuracy since the last prune event."""
@@ -149,11 +210,11 @@ class Study:
         """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""
         config, pruner, event = self.config, self.pruner, self.event
         before, after = (event.dense, event.pruned) if event and event.pruned else (self.model, None)
-        test = self.images.test
+        test, narrow = self.images.test, config.pruning.name == "scratch"  # which never was a dense network
         one_image = (self.images.train.images[:1].float(),)
         hashes = self.directory.environment
         return {
-            "test_accuracy_dense": self.measure(test, before)["accuracy"],
+            "test_accuracy_dense": None if narrow else self.measure(test, before)["accuracy"],
             "test_accuracy_pruned": self.measure(test, after)["accuracy"] if after else None,
             "test_accuracy": self.measure(test, self.model)["accuracy"],
             **pruner.reductions(),
@@ -206,6 +267,8 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
         for key in ("criterion", "coupled", "compensation", "window", "ignore", "mode", "approximate")
         if hasattr(pruning, key)
     }
+    if pruning.name == "scratch":
+        chosen |= {"criterion": "random", "compensation": "none"}  # whichever go, the weights are drawn anew
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
 
@@ -243,7 +306,7 @@ def label(config: Config) -> str:
     if config.name:
         return config.name
     pruning = config.pruning
-    how = [pruning.name] if pruning.name == "none" else [pruning.name, pruning.criterion]
+    how = [pruning.name] if pruning.name in CONTROLS else [pruning.name, pruning.criterion]
     how += [f"{getattr(pruning, key):g}" for key in ("sparsity", "threshold") if hasattr(pruning, key)]
     return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
 

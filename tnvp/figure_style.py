@@ -54,6 +54,7 @@ CRITERIA = {  # name: colour, marker, dash (points on, off)
     "apoz": ("#666666", ">", (0, (3, 3))),
     "random": ("#999999", "x", (0, (1, 2.5))),
 }
+SCRATCH = ("0.35", "h", (0, (3, 1.5)))  # the control of the same widths, trained from random weights
 UNKNOWN = ("#444444", "*", "-")  # a criterion not in the list above: its label still names it
 OTHER = matplotlib.colormaps["viridis"]  # for what is no criterion: variances, groups, validation curves
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5))]

@@ -17,6 +17,7 @@ class Journal(Callback):
     def __init__(self, directory: RunDirectory, tracker: Tracker, pruner: Pruner, validation: Validation, every: int):
         self.directory, self.tracker, self.pruner = directory, tracker, pruner
         self.validation, self.every = validation, every
+        self.records: list[dict] = []
         self._logged = Totals(0.0, 0, 0)
 
     def on_step(self, fit: Fit) -> None:
@@ -31,8 +32,14 @@ class Journal(Callback):
         record |= {f"widths/{name}": width for name, width in self.pruner.widths.items()}
         self._write(record)
         self._logged = Totals(0.0, 0, 0)
-        for row in latest_rows(self.pruner.trace):
-            self.tracker.histogram(f"variance/{row.group}", row.variance.tolist(), fit.step)
+        self._histograms(fit.step)
+
+    def replay(self, records: list[dict]) -> None:
+        """Tell what another run of the same trunk told; the pruner has its trace by now."""
+        for record in records:
+            self._write(record)
+            if "validation/accuracy" in record:
+                self._histograms(record["step"])
 
     def event(self, record: dict) -> None:
         """One prune event."""
@@ -48,14 +55,19 @@ class Journal(Callback):
             "learning_rate": fit.optimizer.param_groups[0]["lr"],
         }
 
+    def _histograms(self, step: int) -> None:
+        for row in rows_at(self.pruner.trace, step):
+            self.tracker.histogram(f"variance/{row.group}", row.variance.tolist(), step)
+
     def _write(self, record: dict) -> None:
+        self.records.append(record)
         self.directory.log(record)
         self.tracker.log(record)
 
 
-def latest_rows(trace: list[TraceRow]) -> list[TraceRow]:
-    """The rows of the last closed window, one a group."""
-    return [row for row in trace if row.step == trace[-1].step]
+def rows_at(trace: list[TraceRow], step: int) -> list[TraceRow]:
+    """The rows of the window that closed at ``step``, one a group."""
+    return [row for row in trace if row.step == step]
 
 
 def trace_table(trace: list[TraceRow]) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """One tidy table of any tree of runs: a row a finished run. Figures and published numbers come from it.
 
 python -m tnvp.results runs --csv results.csv
+python -m tnvp.results export --from wandb ENTITY/PROJECT --csv results.csv
 """
 
 import argparse
@@ -10,23 +11,28 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats for it takes a second
 
+from tnvp import tracking
 from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
 
-MACHINE_PATHS = ["config.runs", "config.dataset.root"]  # nobody else's business: left out of a CSV file
+MACHINE_PATHS = [
+    "config.runs",
+    "config.trunks",
+    "config.dataset.root",
+]  # nobody else's business: left out of a CSV file
 NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
 BASE = ["config.dataset.name", "config.model.name", "config.pruning.name", "config.pruning.compensation"]
 REQUESTED = ["config.pruning.sparsity", "config.pruning.threshold"]
 NOT_SETTINGS = re.compile(
-    r"config\.(seed|name|device|compile|threads|runs|force|progress|tracking\..*|dataset\.(root|download)"
+    r"config\.(seed|name|device|compile|threads|runs|trunks|force|progress|tracking\..*|dataset\.(root|download)"
     r"|pruning\.(criterion|sparsity|threshold))$"
 )
 
@@ -38,19 +44,57 @@ def table(root: str | Path) -> pd.DataFrame:
     Unfinished runs are named in one warning; runs set aside, wandb folders and links are not looked at.
     Raises ResultsError if there is no finished run.
     """
-    runs = list(_runs(Path(root)))
+    return table_of(_runs(Path(root)), root)
+
+
+def table_of(runs: Iterable[RunDirectory], root: str | Path) -> pd.DataFrame:
+    """The same of these runs alone; `run` is the path relative to root."""
+    runs = list(runs)
     unfinished = [str(run.path) for run in runs if not run.is_complete]
     if unfinished:
         names = ", ".join(unfinished[:20]) + (", ..." if len(unfinished) > 20 else "")
         warnings.warn(f"{len(unfinished)} unfinished run(s) left out: {names}", stacklevel=2)
-    rows = [_row(run, Path(root)) for run in runs if run.is_complete]
-    if not rows:
+    complete = [run for run in runs if run.is_complete]
+    if not complete:
         raise ResultsError(f"no finished run under {root}. Make runs there with: python run.py runs={root}")
+    return _table(_row(run.path.relative_to(root).as_posix(), run.summary, run.config) for run in complete)
+
+
+def from_wandb(project: str) -> pd.DataFrame:
+    """The same of the finished runs that a W&B server has of ENTITY/PROJECT."""
+    rows = []
+    for name, config, summary in tracking.fetch(project):
+        if "config_hash" in summary:
+            rows.append(_row(f"{summary['study']}/{name}-{summary['config_hash']}", summary, config))
+    if not rows:
+        raise ResultsError(f"{project} has no finished run of tnvp")
+    return _table(rows)
+
+
+def _table(rows: Iterable[dict]) -> pd.DataFrame:
     frame = pd.DataFrame(rows, dtype=object)
     config = sorted(name for name in frame if name.startswith("config."))
     frame = frame[["run", *SUMMARY, *config]].sort_values("run", ignore_index=True)
     dtypes = {"run": "string", **SUMMARY}
     return pd.DataFrame({name: _typed(frame[name], dtypes.get(name)) for name in frame})
+
+
+def publish(runs: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV, without the paths of this machine."""
+    published = runs.drop(columns=MACHINE_PATHS, errors="ignore")
+    write_atomically(path, lambda file: published.to_csv(file, index=False))
+
+
+def published(path: Path) -> pd.DataFrame:
+    """The table that `publish` wrote. Raises ResultsError if there is none, or another one."""
+    try:
+        frame = pd.read_csv(path)
+    except FileNotFoundError as error:
+        raise ResultsError(f"there is no table {path}") from error
+    except ValueError as error:  # pandas' own errors are of this kind
+        raise ResultsError(f"{path} is no table: {error}") from error
+    require_columns(frame, ["run", *SUMMARY, *BASE[:3]], f"rows of {path}")
+    return frame.astype({name: dtype for name, dtype in SUMMARY.items() if dtype == "string"})
 
 
 def _runs(root: Path) -> Iterator[RunDirectory]:
@@ -62,13 +106,8 @@ def _runs(root: Path) -> Iterator[RunDirectory]:
         folders[:] = [name for name in folders if not NOT_RUNS.search(name)]
 
 
-def _row(run: RunDirectory, root: Path) -> dict[str, Any]:
-    summary = run.summary
-    return {
-        "run": run.path.relative_to(root).as_posix(),
-        **{name: summary.get(name) for name in SUMMARY},
-        **dict(_flat(run.config, "config")),
-    }
+def _row(name: str, summary: dict, config: dict) -> dict[str, Any]:
+    return {"run": name, **{key: summary.get(key) for key in SUMMARY}, **dict(_flat(config, "config"))}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -160,6 +199,31 @@ def aggregate(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def paired(
+    table: pd.DataFrame, one: str, other: str, accuracy: str = "test_accuracy", by: str = "criterion"
+) -> pd.DataFrame:
+    """How much better ``one`` is than ``other``, in percentage points, as differences between runs of the same seed.
+
+    ``by``: the column that ``one`` and ``other`` are values of, such as "criterion" or "compensation". One row per setting,
+    requested sparsity and, where ``by`` is another column, criterion. Columns: setting, criterion, requested, n (seeds that
+    have both), difference (mean) and half (half-width of its 95 % t-interval, NaN for n < 2).
+    """
+    require_columns(table, [by, accuracy], "table's rows")
+    table = table.assign(choice=table[by].fillna("none"), requested=requested(table))
+    if missing := {one, other} - set(table["choice"]):
+        found = ", ".join(sorted(table["choice"].unique()))
+        raise ResultsError(f"no run has {by} {', '.join(sorted(missing))}; there are {found}")
+    table, rows = table[table["choice"].isin([one, other])], []
+    for setting, part in by_setting(table.drop(columns=f"config.pruning.{by}", errors="ignore")).items():
+        part = part.assign(criterion="" if by == "criterion" else part["criterion"].fillna("none"))
+        for (criterion, asked), runs in part.groupby(["criterion", "requested"], dropna=False):
+            wide = runs.pivot_table(index="seed", columns="choice", values=accuracy).reindex(columns=[one, other])
+            both = (wide[one] - wide[other]).rename(accuracy).reset_index()
+            n, difference, half = interval(both, accuracy)
+            rows.append([setting, criterion, asked, n, difference, half])
+    return pd.DataFrame(rows, columns=["setting", "criterion", "requested", "n", "difference", "half"])
+
+
 def requested(table: pd.DataFrame) -> pd.Series:
     """What each run was asked for: its sparsity, 0 to 1, or its threshold; NaN for runs without pruning."""
     asked = pd.Series(math.nan, index=table.index)
@@ -183,6 +247,20 @@ mean over n seeds ± half-width of its 95 % t-interval, none for n = 1. sparsity
     return "\n\n".join([*blocks, note])
 
 
+def describe_paired(table: pd.DataFrame, one: str, other: str, by: str = "criterion") -> str:
+    """`paired` of all test accuracies as text to read."""
+    blocks = []
+    for name, when in zip(ACCURACIES[1:], ["right after pruning", "at the end"], strict=True):
+        rows = paired(table, one, other, name, by)
+        shown = rows.drop(columns=["difference", "half"])
+        shown["points"] = list(map(_percent, rows["difference"], rows["half"]))
+        blocks.append(f"{one} - {other}, {when}\n{shown.to_string(index=False, na_rep='-')}")
+    note = (
+        "Percentage points of test accuracy: mean of the differences between runs of the same seed ± 95 % t-interval."
+    )
+    return "\n\n".join([*blocks, note])
+
+
 def span(low: int, high: int) -> str:
     """How many: "5", or "3-5" where it differs."""
     return f"{low}" if low == high else f"{low}-{high}"
@@ -195,22 +273,51 @@ def _percent(mean: float, half: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a tree of runs as a table; 0, or 2 for a tree that can't be read."""
+    """Print a tree of runs as a table, or export one; 0, or 2 for a tree that can't be read."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["export"]:
+        return export(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m tnvp.results", description="Means over seeds.")
-    parser.add_argument("root", metavar="ROOT", help="folder of runs, such as runs")
+    parser.add_argument("root", metavar="ROOT", help="folder of runs, such as runs, or a published table")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="also write the table, one row a run")
+    parser.add_argument("--paired", metavar=("ONE", "OTHER"), nargs=2, help="differences of two, seed by seed")
+    parser.add_argument("--by", metavar="COLUMN", default="criterion", help="what these are, such as compensation")
     options = parser.parse_args(arguments)
     try:
-        runs = table(options.root)
+        runs = published(Path(options.root)) if options.root.endswith(".csv") else table(options.root)
         if options.csv:
-            published = runs.drop(columns=MACHINE_PATHS, errors="ignore")
-            write_atomically(options.csv, lambda file: published.to_csv(file, index=False))
+            publish(runs, options.csv)
         print(describe(runs))
+        if options.paired:
+            print(f"\n{describe_paired(runs, *options.paired, options.by)}")
     except (ResultsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
+
+def export(arguments: list[str]) -> int:
+    """Write the table of a tree of runs, or of a W&B project, as CSV; 0, or 2 where it can't be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tnvp.results export", description="One row a finished run, as CSV."
+    )
+    parser.add_argument("source", metavar="ROOT|ENTITY/PROJECT")
+    parser.add_argument("--from", dest="kind", choices=SOURCES, default="runs")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="where to; left out: the standard output")
+    options = parser.parse_args(arguments)
+    try:
+        runs = SOURCES[options.kind](options.source)
+        if options.csv:
+            publish(runs, options.csv)
+        else:
+            print(runs.drop(columns=MACHINE_PATHS, errors="ignore").to_csv(index=False), end="")
+    except (ResultsError, tracking.TrackingError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+SOURCES = {"runs": table, "wandb": from_wandb}
 
 if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"

@@ -7,7 +7,7 @@ Types, ranges and choices stand here, values in conf/; ``config`` puts the two t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .models import ACTIVATIONS, LIBRARIES, ModelError, check_name
@@ -222,6 +222,29 @@ class NoPruning(Pruning):
 
 
 @dataclass
+class Scratch(Pruning):
+    """The control: a network of the widths that one_shot ends with, trained from random weights for as many steps."""
+
+    sparsity: float = number("[0, 1)")
+    """Fraction of each layer's prunable neurons that the network never has."""
+    dense_epochs: int = number("[1, inf)")
+    """Epochs of one_shot before its event; here there is one phase, as long as both together."""
+    finetune_epochs: int = number("[0, inf)")
+    """Epochs of one_shot after its event."""
+    min_neurons: int = number("[1, inf)")
+    """Neurons that every layer has at least."""
+    round_to: int = number("[1, inf)")
+    """Widths are multiples of this; 1: any width."""
+    approximate: bool
+    """Narrow the layers behind layer norms too."""
+    ignore: list[str] = text(r".+", "a layer's name, not empty")
+    """Layers that keep their width, by their names in the network."""
+
+    def trunk(self) -> dict:
+        return asdict(self)
+
+
+@dataclass
 class ActivePruning(Pruning):
     """What all kinds that prune share."""
 
@@ -356,6 +379,8 @@ class Config(Checked):
     """CPU threads of torch; 0: its own choice. The order of sums depends on it, so results may too."""
     runs: str = text(*PATH)
     """Folder that run directories are made in."""
+    trunks: str | None = text(*PATH)
+    """Folder of trained trunks, for runs that share one; null: each run trains its own. The results are the same."""
     force: bool
     """Run again though a complete run of this configuration is there."""
     progress: bool
@@ -389,6 +414,12 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<gr
         "torchvision": TorchvisionModel,
     },
     "optimizer": {"sgd": SGD, "adam": Adam, "adamw": Adam},
-    "pruning": {"none": NoPruning, "one_shot": OneShot, "gradual": Gradual, "threshold": Threshold},
+    "pruning": {
+        "none": NoPruning,
+        "one_shot": OneShot,
+        "gradual": Gradual,
+        "threshold": Threshold,
+        "scratch": Scratch,
+    },
     "tracking": {"none": Tracking, "wandb": WandbTracking},
 }

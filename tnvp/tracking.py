@@ -17,18 +17,23 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 MODES = ("disabled", "offline", "online")  # the more private first
 INIT_SECONDS = 30.0  # how long an online run waits for the server at its start (W&B's own default: 90)
 FINISH_SECONDS = 60.0  # and for the last upload at its end (W&B's own default: for ever)
+FETCH_SECONDS = 60  # and for an answer when its runs are read
 LOG_FLOOR = 1e-12  # a histogram's logarithmic scale begins here; smaller variances, such as 0, count as this
 PRUNED_AXIS = "pruned/neuron_sparsity"
 REMOVED_COLUMNS = ["step", "group", "neuron", "score"]
 
 _logger = logging.getLogger(__name__)
+
+
+class TrackingError(ValueError):
+    """A W&B server that can't be read; the message says what to check."""
 
 
 class Tracker:
@@ -57,6 +62,9 @@ class Tracker:
 
     def image(self, name: str, path: str | Path) -> None:
         """A PNG file."""
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """A table; a value that is None or NaN is empty."""
 
     def summary(self, values: dict[str, Any]) -> None:
         """The run's results, by the keys of summary.json."""
@@ -129,6 +137,13 @@ class WandbTracker(Tracker):
         import wandb
 
         self._send({name: wandb.Image(str(path)), "step": self._step})
+
+    @_guarded
+    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        import wandb
+
+        data = [[None if value != value else value for value in row] for row in rows]
+        self._send({name: wandb.Table(columns=columns, data=data, allow_mixed_types=True), "step": self._step})
 
     @_guarded
     def summary(self, values: dict[str, Any]) -> None:
@@ -230,6 +245,23 @@ def start(
         directory,
     )
     return Tracker()
+
+
+def fetch(project: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, config and summary of every run that a W&B server has of ENTITY/PROJECT; not those of job type "summary".
+
+    WANDB_BASE_URL and WANDB_API_KEY (or `wandb login`) say where. Raises TrackingError where it can't be read.
+    """
+    try:
+        import wandb
+
+        for run in wandb.Api(timeout=FETCH_SECONDS).runs(project):
+            if run.job_type != "summary":
+                yield run.name, dict(run.config), dict(run.summary)
+    except Exception as error:  # W&B may raise anything
+        raise TrackingError(
+            f"the runs of {project} can't be read from W&B ({_brief(error)}): check ENTITY/PROJECT, `wandb login` and WANDB_BASE_URL"
+        ) from error
 
 
 def effective_mode(mode: str) -> str:

@@ -579,3 +579,45 @@ def test_an_event_inside_a_record_block_goes_on_recording_and_watches_no_pass_of
     assert {row.count for row in pruner.trace} == {24}
     assert {len(row.neuron) for row in pruner.trace} == {5, 4}
     assert hooks(model) == 0
+
+
+# ==== A recorder of everything serves each ====
+
+
+@pytest.mark.parametrize("window", recorders.WINDOWS)
+@pytest.mark.parametrize("kinds", [("activation",), ("preactivation", "activation"), ("nonzero",), ("taylor",)])
+def test_what_a_wide_recorder_saw_is_what_any_other_would_have_seen(kinds, window):
+    def train(recorder: Recorder, seeds: range) -> None:
+        with recorder.record(covariance=False):
+            for i in seeds:
+                recorder.model(batch(i)).square().sum().backward()
+                if i % 3 == 2:
+                    recorder.close_window(i)
+
+    torch.manual_seed(0)
+    model = mlp()
+    groups = tnvp.explain(model, X)
+    narrow, wide = Recorder(model, groups, kinds, window), Recorder(model, groups, ("activation",), wide=True)
+    train(narrow, range(7))
+    train(wide, range(7))
+    stored = io.BytesIO()
+    torch.save(wide.state(), stored)
+    stored.seek(0)
+    restored = Recorder(model, groups, kinds, window)
+    restored.restore(torch.load(stored, weights_only=True))
+    for recorder in (narrow, restored):
+        train(recorder, range(7, 12))
+    assert restored._current.keys() == narrow._current.keys()
+    for layer, side, quantity in narrow._current:
+        expected, found = (r.moments((layer, side), quantity) for r in (narrow, restored))
+        assert found.count == expected.count > 0
+        assert torch.equal(found.mean, expected.mean) and torch.equal(found.variance, expected.variance)
+    assert len(restored.trace) == len(narrow.trace) > 0
+    for expected, found in zip(narrow.trace, restored.trace, strict=True):
+        assert expected[:2] == found[:2] and torch.equal(expected.variance, found.variance)
+
+
+def test_a_state_that_lacks_what_is_watched_is_refused():
+    narrow, other = recorder_of(mlp(), kinds=("activation",)), recorder_of(mlp(), kinds=("taylor",))
+    with pytest.raises(PruningError, match="lacks"):
+        other.restore(narrow.state())

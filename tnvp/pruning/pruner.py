@@ -130,6 +130,24 @@ class Pruner:
         """Inside, nothing is recorded: for validation within a `record` block."""
         return self._recorder.paused()
 
+    def watch_everything(self) -> None:
+        """From now on record what a pruner of any criterion, compensation and window may ask, so that it can go on from here.
+
+        Before anything is recorded; what was is forgotten. Covariances are left to calibration batches.
+        """
+        recorder = self._recorder
+        self._recorder = Recorder(self.model, self.groups, recorder.kinds, recorder.window, wide=True)
+
+    def recorded(self) -> dict:
+        """All that was recorded, trace included, as plain data and tensors."""
+        return self._recorder.state()
+
+    def go_on_from(self, recorded: dict) -> None:
+        """Take what `recorded` gave, from a pruner of the same network: the part that this one asks for."""
+        recorder = self._recorder
+        self._recorder = Recorder(self.model, self.groups, recorder.kinds, recorder.window)
+        self._recorder.restore(recorded)
+
     def close_window(self, step: int | None = None) -> None:
         """End a recording window: its moments become rows of `trace`. ``step`` defaults to the batches seen."""
         self._recorder.close_window(self._recorder.batches if step is None else step)

@@ -25,6 +25,8 @@ from .moments import DecayingMoments, Moments, as_samples
 Signal = tuple[str, str]  # (layer, "in" or "out")
 Stream = tuple[str, str, str]  # a signal and the quantity that is kept of it
 WINDOWS = ("cumulative", "since_prune", "ema")
+TOTALS = {"cumulative": Moments, "since_prune": Moments, "ema": DecayingMoments}
+EVERYTHING = ("activation", "preactivation", "nonzero", "taylor")  # but the covariance, which is calibrated
 LARGEST_COVARIANCE = 4096  # rows; beyond them, 134 MB in float64, features are taken together with all their locations
 
 
@@ -83,18 +85,28 @@ class Recorder:
 
     ``kinds`` is what to watch: "activation", "preactivation", and of the activation also "nonzero", "taylor" or
     "covariance". ``window`` says what a score looks at: "cumulative" (since the start), "since_prune", or "ema"
-    (exponentially weighted over batches).
+    (exponentially weighted over batches). ``wide`` also keeps what all other kinds and windows would have, so that a recorder
+    of any of them can `restore` its `state`.
     """
 
     def __init__(
-        self, model: nn.Module, groups: Iterable[NeuronGroup], kinds: Iterable[str], window: str = "cumulative"
+        self,
+        model: nn.Module,
+        groups: Iterable[NeuronGroup],
+        kinds: Iterable[str],
+        window: str = "cumulative",
+        wide: bool = False,
     ):
         if window not in WINDOWS:
             raise PruningError(f"unknown window {window!r}: choose one of {', '.join(WINDOWS)}")
         self.model, self.window, self.kinds = model, window, tuple(kinds)
+        self.watched = tuple(dict.fromkeys((*self.kinds, *EVERYTHING))) if wide else self.kinds
+        self._windows = WINDOWS if wide else (window,)
+        self._traced = "preactivation" if self.kinds[:1] == ("preactivation",) else "activation"
+        traced = ("activation", "preactivation") if wide else (self._traced,)
+        self._traces: dict[str, list[TraceRow]] = {kind: [] for kind in traced}
         self.groups = [group for group in groups if group.prunable]
         self.ids = {group.name: torch.arange(group.size) for group in self.groups}
-        self.trace: list[TraceRow] = []
         self.batches = 0
         self.wants_inputs, self.seen = (
             False,
@@ -106,14 +118,15 @@ class Recorder:
         self._signals = list(dict.fromkeys(signal for group in self.groups for signal in self.signals(group)))
         self.forget()
 
-    def _empty(self, covariance: bool = False, locations: int = 1) -> Moments:
-        kind = DecayingMoments if self.window == "ema" else Moments
-        return kind(covariance=covariance, locations=locations)
+    @property
+    def trace(self) -> list[TraceRow]:
+        """One row per group and closed window."""
+        return self._traces[self._traced]
 
     def signals(self, group: NeuronGroup) -> list[Signal]:
         """The signals watched for this group."""
-        written = self.written(group) if "preactivation" in self.kinds else []
-        read = [(name, "in") for name in group.consumers if any(kind != "preactivation" for kind in self.kinds)]
+        written = self.written(group) if "preactivation" in self.watched else []
+        read = [(name, "in") for name in group.consumers if any(kind != "preactivation" for kind in self.watched)]
         return written + read
 
     def written(self, group: NeuronGroup) -> list[Signal]:
@@ -122,7 +135,7 @@ class Recorder:
         return [(f"{n}.out_proj", "in") if kind is ATTENTION else (n, "out") for n, kind in kinds.items()]
 
     def _streams(self, signal: Signal) -> list[Stream]:
-        more = [quantity for quantity in ("nonzero", "taylor") if quantity in self.kinds and signal[1] == "in"]
+        more = [quantity for quantity in ("nonzero", "taylor") if quantity in self.watched and signal[1] == "in"]
         return [(*signal, quantity) for quantity in ("value", *more)]
 
     @contextmanager
@@ -180,8 +193,8 @@ class Recorder:
 
     def _merge(self, stream: Stream, batch: Moments) -> None:
         self._current[stream].merge(batch)
-        if self.window == "ema":
-            self._total[stream].merge(batch)
+        if "ema" in self._totals:
+            self._totals["ema"][stream].merge(batch)
 
     def _gradient_hook(self, signal: Signal, x: Tensor, channel: int) -> Callable[[Tensor], None]:
         """What to do when the gradient of ``x`` comes, if the block it was read in is still open."""
@@ -202,7 +215,7 @@ class Recorder:
         if signal[1] == "out" or "covariance" not in self.kinds or not self._correlates:
             return None
         if signal not in self._covariances and (locations := self._locations(signal[0])) is not None:
-            self._covariances[signal] = self._empty(covariance=True, locations=locations)
+            self._covariances[signal] = TOTALS[self.window](covariance=True, locations=locations)
         return self._covariances.get(signal)
 
     def _locations(self, layer: str) -> int | None:
@@ -224,9 +237,9 @@ class Recorder:
         """All that a score may look at: the closed windows and the open one."""
         stream = (*signal, quantity)
         if self.window == "ema":
-            return self._total[stream]
+            return self._totals["ema"][stream]
         merged = Moments()
-        merged.merge(self._total[stream])
+        merged.merge(self._totals[self.window][stream])
         merged.merge(self._current[stream])
         return merged
 
@@ -286,24 +299,23 @@ class Recorder:
         """End the recording window: its moments become trace rows. A window of fewer than two samples stays open."""
         if all(self._current[*signal, "value"].count < 2 for signal in self._signals):
             return
-        kind = "preactivation" if self.kinds[0] == "preactivation" else "activation"
-        for group in self.groups:
-            pooled = self._per_neuron(group, kind, self._of_window)
-            if pooled.count > 1:
-                row = TraceRow(
-                    step, group.name, self.ids[group.name], pooled.mean.cpu(), pooled.variance.cpu(), pooled.count
-                )
-                self.trace.append(row)
+        for kind, rows in self._traces.items():
+            for group in self.groups:
+                pooled = self._per_neuron(group, kind, self._of_window)
+                if pooled.count > 1:
+                    mean, variance = pooled.mean.cpu(), pooled.variance.cpu()
+                    rows.append(TraceRow(step, group.name, self.ids[group.name], mean, variance, pooled.count))
         for stream, moments in self._current.items():
-            if self.window != "ema":
-                self._total[stream].merge(moments)
+            for window, total in self._totals.items():
+                if window != "ema":
+                    total[stream].merge(moments)
             self._current[stream] = Moments()
 
     def forget(self) -> None:
         """Start all moments anew; the trace stays."""
         streams = [stream for signal in self._signals for stream in self._streams(signal)]
         self._current: dict[Stream, Moments] = {stream: Moments() for stream in streams}
-        self._total: dict[Stream, Moments] = {stream: self._empty() for stream in streams}
+        self._totals = {window: {stream: TOTALS[window]() for stream in streams} for window in self._windows}
         self._covariances: dict[Signal, Moments] = {}  # over all that scores look at; windows hold none
 
     def select(self, kept: dict[str, Tensor], cuts: dict[Signal, Tensor]) -> None:
@@ -313,7 +325,7 @@ class Recorder:
         """
         for name, index in kept.items():
             self.ids[name] = self.ids[name][index]
-        for table in (self._current, self._total, self._covariances):
+        for table in (self._current, *self._totals.values(), self._covariances):
             for key in table:
                 if key[:2] in cuts:
                     table[key] = table[key].select(cuts[key[:2]])
@@ -321,3 +333,44 @@ class Recorder:
             self._block = object()
         if self.window == "since_prune":
             self.forget()
+
+    def state(self) -> dict:
+        """All that was recorded, as plain data and tensors."""
+        return {
+            "batches": self.batches,
+            "ids": dict(self.ids),
+            "traces": {kind: [tuple(row) for row in rows] for kind, rows in self._traces.items()},
+            "current": _plain(self._current),
+            "totals": {window: _plain(total) for window, total in self._totals.items()},
+            "covariances": _plain(self._covariances),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Go on from the `state` of a recorder of this network, as it is now; what is not watched here is left out.
+
+        Raises PruningError where it was of other groups or lacks what is watched here.
+        """
+        device = next(self.model.parameters()).device
+        try:
+            self._traces = {kind: [TraceRow(*row) for row in state["traces"][kind]] for kind in self._traces}
+            self._current = {s: _moments(Moments, state["current"][s], device) for s in self._current}
+            self._totals = {
+                window: {s: _moments(TOTALS[window], state["totals"][window][s], device) for s in total}
+                for window, total in self._totals.items()
+            }
+            self.ids = {name: state["ids"][name] for name in self.ids}
+        except KeyError as error:
+            raise PruningError(f"what was recorded does not fit this recorder: it lacks {error}") from error
+        found = state["covariances"].items()
+        self._covariances = {s: _moments(TOTALS[self.window], values, device) for s, values in found}
+        self.batches = state["batches"]
+
+
+def _plain(table: dict) -> dict:
+    return {key: dict(vars(moments)) for key, moments in table.items()}
+
+
+def _moments(kind: type[Moments], values: dict, device: torch.device) -> Moments:
+    new = kind()
+    vars(new).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+    return new

@@ -1,0 +1,244 @@
+"""Studies: experiments/<name>/study.yaml declares what is run for one question; its table and figures are made from that.
+
+    python -m tnvp.study run NAME          # what is missing of its runs, through run.py -m
+    python -m tnvp.study publish NAME      # finished runs → experiments/NAME/results.csv and figures
+    python -m tnvp.study figures           # published tables → figures, of all studies
+
+Overrides after the name (device=cuda hydra/launcher=joblib) go to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import yaml
+
+from tnvp import figures, results, tracking
+from tnvp.run_directory import ResultsError, RunDirectory
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXPERIMENTS = REPOSITORY / "experiments"
+KEYS = {"question": str, "figures": dict, "sweeps": list}
+SWEEP_KEYS = {"base": list, "axes": dict}
+
+
+class StudyError(ValueError):
+    """A study that can't be read, run or published; the message names the file or the runs, and the way out."""
+
+
+class Sweep(NamedTuple):
+    """Every combination of the axes' values on top of the overrides in base."""
+
+    base: list[str]
+    axes: dict[str, list]
+
+    def overrides(self) -> list[str]:
+        """As the command line says it."""
+        return [*self.base, *(f"{key}={','.join(map(text, values))}" for key, values in self.axes.items())]
+
+    def points(self) -> list[list[str]]:
+        """The overrides of each run, the last axis fastest."""
+        combinations = itertools.product(*self.axes.values())
+        pairs = (zip(self.axes, values, strict=True) for values in combinations)
+        return [[*self.base, *(f"{key}={text(value)}" for key, value in point)] for point in pairs]
+
+
+class Study(NamedTuple):
+    """A question, the figures that answer it (file name → name in `figures.OF_TABLES`), the sweeps that are run for it."""
+
+    folder: Path
+    question: str
+    figures: dict[str, str]
+    sweeps: list[Sweep]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def table_path(self) -> Path:
+        return self.folder / "results.csv"
+
+
+def text(value: Any) -> str:
+    """A value of study.yaml as Hydra's command line takes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(text, value))}]"
+    plain = isinstance(value, int | float) or re.fullmatch(r"[\w./-]+", value)
+    return str(value) if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def read(name: str, experiments: Path = EXPERIMENTS) -> Study:
+    """The study that experiments/<name>/study.yaml declares. Raises StudyError where something is wrong there."""
+    path = experiments / name / "study.yaml"
+    if not path.is_file():
+        known = ", ".join(study_names(experiments)) or "none"
+        raise StudyError(f"there is no study {name!r} ({path}); there are: {known}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise StudyError(f"{path} is no YAML: {error}") from error
+    _check_keys(content, KEYS, str(path))
+    for index, sweep in enumerate(content["sweeps"]):
+        _check_keys(sweep, SWEEP_KEYS, f"{path}, sweeps[{index}]")
+        if bad := [key for key, values in sweep["axes"].items() if not isinstance(values, list) or not values]:
+            raise StudyError(f"{path}, sweeps[{index}]: the axis {bad[0]} needs a list of values")
+    if unknown := [figure for figure in content["figures"].values() if figure not in figures.OF_TABLES]:
+        raise StudyError(f"{path}: figure {unknown[0]!r} is none of {', '.join(figures.OF_TABLES)}")
+    sweeps = [Sweep(**sweep) for sweep in content["sweeps"]]
+    return Study(path.parent, content["question"], content["figures"], sweeps)
+
+
+def _check_keys(values: Any, keys: dict[str, type], where: str) -> None:
+    if not isinstance(values, dict) or set(values) != set(keys):
+        found = ", ".join(values) if isinstance(values, dict) else repr(values)
+        raise StudyError(f"{where} needs the keys {', '.join(keys)}; it has {found}")
+    for key, kind in keys.items():
+        if not isinstance(values[key], kind):
+            raise StudyError(f"{where}: {key} must be a {kind.__name__}, not {values[key]!r}")
+
+
+def study_names(experiments: Path = EXPERIMENTS) -> list[str]:
+    """The studies that are declared."""
+    return sorted(path.parent.name for path in experiments.glob("*/study.yaml"))
+
+
+def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
+    """Where the run of each declared point is, or will be. Raises ConfigError for a point that can't be run."""
+    from tnvp.config import compose  # these take seconds, and figures do without
+    from tnvp.experiment import run_path
+
+    more = [f"study={study.name}", *(word for word in extra if not word.startswith(("hydra.", "hydra/")))]
+    points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
+    paths = dict.fromkeys(run_path(config) for config in compose(REPOSITORY / "conf", points))
+    return [RunDirectory(path) for path in paths]
+
+
+def run(study: Study, extra: list[str]) -> int:
+    """Run what is missing, sweep by sweep; returns the exit status. A sweep that is complete is not started."""
+    for sweep in study.sweeps:
+        runs = runs_of(study._replace(sweeps=[sweep]), extra)
+        done = sum(run.is_complete for run in runs)
+        print(f"{study.name}: {done} of {len(runs)} runs are finished: {' '.join(sweep.overrides())}", flush=True)
+        if done < len(runs):
+            command = [
+                sys.executable,
+                str(REPOSITORY / "run.py"),
+                "-m",
+                *sweep.overrides(),
+                f"study={study.name}",
+                *extra,
+            ]
+            if status := subprocess.run(command).returncode:
+                return status
+    return 0
+
+
+def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
+    """Write results.csv and the figures from finished runs; returns the paths. Missing runs are an error unless partial.
+
+    wandb: a mode of `tracking.start`, in which table and figures are logged as a run of the study's group.
+    """
+    runs = runs_of(study, extra)
+    missing = [str(run.path) for run in runs if not run.is_complete]
+    if missing:
+        names = "\n  ".join([*missing[:20], *(["…"] if len(missing) > 20 else [])])
+        what = f"{len(missing)} of {len(runs)} runs of {study.name} are not finished:\n  {names}"
+        if not partial or len(missing) == len(runs):
+            raise StudyError(f"{what}\nRun them: make study STUDY={study.name}" + ("" if partial else "; or --partial"))
+        warnings.warn(f"{what}\nThe table is published without them", stacklevel=2)
+    table = results.table_of((run for run in runs if run.is_complete), runs[0].path.parent.parent)
+    results.publish(table, study.table_path)
+    print(results.describe(table))
+    drawn = draw(study)
+    track(study, table, [path for path in drawn if path.suffix == ".png"], runs[0].path.parent, wandb)
+    return [study.table_path, *drawn]
+
+
+def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Path, mode: str) -> None:
+    """Log a study's runs, means and figures as one W&B run of its group, kept beside its runs in ``directory``."""
+
+    def first(column: str) -> str | None:
+        values = table[column].dropna() if column in table else []
+        return values.iloc[0] if len(values) else None
+
+    tracker = tracking.start(
+        mode,
+        directory=directory,
+        project=first("config.tracking.project") or "tnvp",
+        entity=first("config.tracking.entity"),
+        group=study.name,
+        job_type="summary",
+        name=f"{study.name}-summary",
+        tags=[],
+        config={"question": study.question, "sweeps": [sweep.overrides() for sweep in study.sweeps]},
+    )
+    for name, frame in {"runs": table, "means": results.aggregate(table)}.items():
+        plain = frame.astype(object).where(frame.notna(), None)
+        tracker.table(name, list(plain), plain.to_numpy().tolist())
+    for path in pictures:
+        tracker.image(path.stem, path)
+    tracker.summary({"runs": len(table), "seeds": int(table["seed"].nunique())})
+    tracker.finish()
+    if tracker.where:
+        print(f"W&B: {tracker.where}")
+
+
+def draw(study: Study) -> list[Path]:
+    """The study's figures from its published table, beside it; returns the paths."""
+    table = results.published(study.table_path)
+    written = []
+    for name, kind in study.figures.items():
+        drawn = figures.of_table(table, kind, f"make study STUDY={study.name} and make publish STUDY={study.name}")
+        for setting, figure in drawn.items():
+            stem = name if len(drawn) == 1 else figures.slug(f"{name}-{setting}")
+            written += figures.save(figure, study.folder / stem)
+    return written
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0; 1 or 2 where something failed, as in run.py; 130 when interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m tnvp.study", description="Run, publish and draw studies.")
+    parser.add_argument("action", choices=["run", "publish", "figures"])
+    parser.add_argument("name", nargs="?", help="a folder of experiments/ with a study.yaml; figures: all, if left out")
+    parser.add_argument("overrides", nargs="*", help="for every run, as in run.py")
+    parser.add_argument("--partial", action="store_true", help="publish although runs are missing")
+    parser.add_argument("--wandb", choices=tracking.MODES, default="disabled", help="log what is published to W&B too")
+    parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, metavar="DIR", help="folder of the studies")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.action == "figures":
+            names = [options.name] if options.name else study_names(options.experiments)
+            studies = [read(name, options.experiments) for name in names]
+            for study in studies:
+                if options.name or study.table_path.exists():
+                    print(*draw(study), sep="\n")
+            return 0
+        if not options.name:
+            raise StudyError(f"which study? There are: {', '.join(study_names(options.experiments))}")
+        study = read(options.name, options.experiments)
+        if options.action == "run":
+            return run(study, options.overrides)
+        print(*publish(study, options.overrides, options.partial, options.wandb), sep="\n")
+    except (ResultsError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    sys.exit(main())
