@@ -218,6 +218,7 @@ class Pruner:
         limits = Limits(scope, min_neurons, round_to, normalize)
         batches = None if calibration is None else calibration_batches(calibration, "calibration")
         fresh = None if bn_recalibrate is None else calibration_batches(bn_recalibrate, "bn_recalibrate")
+        started = time.perf_counter()
         with self.paused(), torch.random.fork_rng(devices=[]):
             check_widths(self.model, self.groups)
             before, calibrated = self._calibrate(batches)
@@ -226,7 +227,8 @@ class Pruner:
             self._prove(
                 self._inputs or (batches[0] if batches else self._recorder.seen), kept, "this cut can't be made"
             )
-            return self._event(requested, kept, scores, mode or self.mode, before, calibrated, batches, fresh)
+            report = self._event(requested, kept, scores, mode or self.mode, before, calibrated, batches, fresh)
+            return replace(report, seconds=time.perf_counter() - started)
 
     def rebuild(self) -> PruneReport:
         """Shrink the layers to what the masks left: the same network, smaller.
@@ -257,7 +259,6 @@ class Pruner:
         fresh: list[tuple] | None,
     ) -> PruneReport:
         """Everything is done on a copy first, and told; then on the network itself."""
-        started = time.perf_counter()
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
         read = {layer: stays for (layer, side), stays in cuts.items() if side == "in"}
@@ -280,7 +281,6 @@ class Pruner:
             output_error=relative_error(before, after) if batches else None,
             certificate=certificate,
             recalibrated_error=relative_error(before, outputs(twin, batches)) if fresh and batches else None,
-            seconds=0.0,
             groups=[
                 group_report(g, kept[g.name], present[g.name], scores and scores[g.name], self._recorder.ids[g.name])
                 for g in self.groups
@@ -292,7 +292,7 @@ class Pruner:
         self._operate(kept, cuts, taken, mode)
         if fresh is not None:
             recalibrate(self.model, fresh)
-        return replace(report, seconds=time.perf_counter() - started)
+        return report
 
     def _measured(
         self, before, taken: dict[str, StandIn], twin: nn.Module, groups: list[NeuronGroup], batches

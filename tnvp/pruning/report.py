@@ -45,10 +45,10 @@ class PruneReport:
     flops: int | None  # of example_inputs, one forward pass
     output_error: float | None  # ‖after − before‖ / ‖before‖ over the calibration batches' outputs
     certificate: Certificate | None  # what was predicted of that, and what was not
-    seconds: float
     groups: list[GroupReport] = field(repr=False)
     cuts: Cuts = field(repr=False)
     mode: str = "rebuild"
+    seconds: float = 0.0  # of the whole event, its proof and measurements too
     keeps_norms: bool = False  # batch norms go on with the running statistics of the unpruned network
     recalibrated_error: float | None = (
         None  # output_error after the batch norms' recalibration, where that was asked for

@@ -125,9 +125,9 @@ def _random_parts(groups: Sequence[NeuronGroup]) -> dict[str, Tensor]:
 
 def _masked(model: nn.Module, cuts: Cuts, inputs: tuple) -> tuple[nn.Module, tuple, dict[str, StandIn]]:
     """A copy of the network that hides nothing, in float64 where it runs so, its inputs, and what stands in for the cuts."""
-    wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
     full = _plain(copy_of(model))
     try:
+        wide = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
         full.double().eval()(*wide)
     except (RuntimeError, TypeError):
         full, wide = _plain(copy_of(model)), inputs
