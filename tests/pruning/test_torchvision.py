@@ -59,7 +59,16 @@ NETWORKS = {
          "features.6.reduction": "LayerNorm"},
     ),
 }  # fmt: skip
-SLOW = {"alexnet", "vgg11_bn", "resnext50_32x4d", "convnext_tiny", "vit_b_16", "swin_t"}
+SLOW = {
+    "alexnet",
+    "vgg11_bn",
+    "resnext50_32x4d",
+    "convnext_tiny",
+    "vit_b_16",
+    "swin_t",
+    "efficientnet_b0",
+    "mobilenet_v3_small",
+}
 NAMES = [pytest.param(name, marks=slow) if name in SLOW else name for name in NETWORKS]
 
 
