@@ -15,7 +15,7 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"image_folder", "models", "run_directory", "tracking", "training"},
     {"published", "figure_style"},
     {"schema", "data", "checkpoint", "results", "run_figures", "graph_figure", "trunk"},
-    {"config", "progress", "events", "journal", "figures"},
+    {"config", "progress", "events", "journal", "figures", "latency"},
     {"experiment"},
     {"study"},
 ]
@@ -24,6 +24,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "run_figures": {"figure_style", "run_directory"},
     "graph_figure": {"figure_style"},
     "figure_style": {"run_directory"},
+    "latency": {"checkpoint", "models", "run_directory"},
     "results": {"run_directory", "tracking"},  # exports what a server has
     "run_directory": set(),
     "tracking": set(),
