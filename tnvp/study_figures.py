@@ -143,13 +143,13 @@ def paired_differences(table: pd.DataFrame, title: str | None = None, command: s
     caption = " ".join(
         [
             f"Markers: mean of the differences between runs of the same seed, n = {results.span(min(counts), max(counts))}.",
-            f"Bars: its 95 % t-interval{_none_where(counts)}. Faint dots: single seeds. Requested: share of neurons, or the threshold.",
+            f"Bars: its 95 % t-interval, not corrected for their number{_none_where(counts)}. Faint dots: single seeds. Requested: share of neurons, or the threshold.",
             _provenance(pruned, command),
         ]
     )
     asked = sorted(results.requested(pruned).dropna().unique())
     with matplotlib.rc_context(STYLE):
-        height = 1.6 + 0.2 * len(asked) * (len(criteria) + 1)
+        height = 1.6 + 0.16 * len(asked) * (len(criteria) + 1)
         figure = new_figure(9.5, height, f"Differences to {reference}: {title}", caption)
         for axes, rows, when in zip(
             figure.subplots(1, 2, sharey=True),
