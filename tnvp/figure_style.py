@@ -112,7 +112,8 @@ def new_figure(width: float, height: float, title: str, caption: str) -> Figure:
     """An empty figure of that many inches; the caption stands at its foot."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
-    figure.supxlabel(textwrap.fill(caption, int(20 * width)), x=0.01, ha="left", fontsize=6.5, color="0.35")
+    lines = textwrap.fill(caption, int(20 * width), break_on_hyphens=False)  # a command is copied
+    figure.supxlabel(lines, x=0.01, ha="left", fontsize=6.5, color="0.35")
     return figure
 
 
