@@ -200,8 +200,8 @@ def rank_stability(
     """How early the variances rank the neurons as they do before the first event, and name those that are removed in the end.
 
     Left: Spearman's rank correlation of each window's variances with those of the last window before the first event. Right: of the
-    k neurons of the smallest variance in a window, the share that is removed by the end, k being how many are; dots at the
-    right edge: what a choice by chance would give. One line a group. Raises ResultsError without a trace or an event, or without a
+    k neurons of the smallest variance in a window, the share that is removed by the end, k being how many are;
+    dotted: what a choice by chance would give. One line a group. Raises ResultsError without a trace or an event, or without a
     window before the event.
     """
     groups = _groups(traces, events)
