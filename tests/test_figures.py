@@ -19,6 +19,7 @@ from tests.test_results import EVENT, STEPS, WIDTHS, config, prune_event, traces
 from tnvp import figures, results
 from tnvp.figure_style import spread_out
 from tnvp.results import ResultsError
+from tnvp.run_figures import event_widths
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,10 @@ def lines(axes) -> dict:
 def text(figure) -> str:
     """All that is written at the head and foot of a figure, on one line."""
     return f"{figure.get_suptitle()} {figure.get_supxlabel()}".replace("\n", " ")
+
+
+def bands(axes) -> list[PolyCollection]:
+    return [part for part in axes.collections if isinstance(part, PolyCollection)]
 
 
 def pruning(kind: str, **fields) -> dict:
@@ -70,7 +75,7 @@ def test_means_and_bands_equal_scipy_by_hand(table):
         np.testing.assert_allclose(x, 100 * groups["neuron_sparsity"].mean())
         np.testing.assert_allclose(y, groups[column].mean())
         half = stats.t.ppf(0.975, 2) * groups[column].sem()
-        band = next(part for part in axes.collections if isinstance(part, PolyCollection))  # variance's
+        band = bands(axes)[0]  # variance's
         corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(6)}
         edges = np.c_[[*x, *x], [*(y - half), *(y + half)]]
         assert corners == {tuple(corner) for corner in edges.round(6)}
@@ -100,13 +105,31 @@ def test_the_figure_says_n_spread_data_and_command(table):
         assert words in said
 
 
-def test_one_seed_has_no_band_and_says_so(table):
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_or_two_seeds_have_no_band_and_say_so(seeds, table):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = figures.accuracy_vs_sparsity(table[table["seed"] == 0])
-    assert "none where n = 1" in text(figure)
+        figure = figures.accuracy_vs_sparsity(table[table["seed"] < seeds])
+    assert "none where n < 3" in text(figure) and f"n = {seeds} a point" in text(figure)
     for axes in figure.axes:
         assert np.isfinite([*axes.get_xlim(), *axes.get_ylim()]).all() and len(lines(axes)) == 2
+        assert not any(path.vertices.size for band in bands(axes) for path in band.get_paths())
+
+
+def test_bands_are_within_what_an_accuracy_can_be(table):
+    wild = table.assign(test_accuracy=50.0 + 49 * (table["seed"] - 1))
+    corners = np.concatenate(
+        [band.get_paths()[0].vertices for band in bands(figures.accuracy_vs_sparsity(wild).axes[1])]
+    )
+    assert corners[:, 1].min() == 0 and corners[:, 1].max() == 100
+
+
+def test_lines_of_one_point_are_named_in_a_legend_without_leaders(table):
+    one = figures.accuracy_vs_sparsity(table[table["config.pruning.sparsity"] == 0.3])
+    assert [entry.get_text() for entry in one.axes[0].get_legend().get_texts()] == ["variance", "random", "unpruned"]
+    assert not one.axes[0].texts
+    both = figures.accuracy_vs_sparsity(table)
+    assert both.axes[0].get_legend() is None and len(both.axes[0].texts) == 3
 
 
 def test_missing_numbers_are_left_out_and_counted(table):
@@ -114,7 +137,7 @@ def test_missing_numbers_are_left_out_and_counted(table):
     holed.loc[holed["run"] == "variance-0.3-1", "test_accuracy"] = math.nan
     holed.loc[holed["run"].str.startswith("random-0.6"), "test_accuracy"] = math.nan
     figure = figures.accuracy_vs_sparsity(holed)
-    assert "4 run(s) lack a number" in text(figure) and "n = 0-3 a point" in text(figure)
+    assert "4 runs lack a number" in text(figure) and "n = 0-3 a point" in text(figure)
     assert len(lines(figure.axes[1])["random"].get_xdata()) == 1
     two = holed[holed["run"].isin(["variance-0.3-0", "variance-0.3-2"])]["test_accuracy"].mean()
     assert lines(figure.axes[1])["variance"].get_ydata()[0] == pytest.approx(two)
@@ -225,6 +248,9 @@ def test_training_curves_hold_every_record_and_mark_each_event(root):
     np.testing.assert_allclose(lines(accuracy)["training, epoch"].get_ydata(), epochs["train/accuracy"])
     assert len(lines(loss)["training"].get_xdata()) == len(metrics) - len(epochs)
     assert list(lines(accuracy)["prune event (1)"].get_xdata()) == [EVENT, EVENT]
+    after = {**run.events()[0], "accuracy_after": 61.5}
+    (point,) = lines(figures.training_curves(metrics, [after]).axes[1])["validation, right after an event"].get_xydata()
+    assert point.tolist() == [EVENT, 61.5] and "validation, right after an event" not in lines(accuracy)
     with pytest.raises(ResultsError, match="no metrics"):
         figures.training_curves(metrics[:0], [])
 
@@ -243,12 +269,20 @@ def build(noun: str, root: Path, table: pd.DataFrame):
     run = results.RunDirectory.open(root / "variance-0.6-0")
     return {
         "accuracy": lambda: figures.accuracy_vs_sparsity(table),
+        "cost": lambda: figures.accuracy_vs_cost(table),
+        "differences": lambda: figures.paired_differences(table),
         "trace": lambda: figures.trace_heatmap(run.traces(), run.events()),
+        "survival": lambda: figures.survival(run.traces(), run.events()),
+        "stability": lambda: figures.rank_stability(run.traces(), run.events()),
+        "by criterion": lambda: figures.widths_by_criterion(event_widths(run.events()).assign(criterion="l1", seed=0)),
         "curves": lambda: figures.training_curves(run.metrics(), run.events()),
     }[noun]()
 
 
-@pytest.mark.parametrize("noun", ["accuracy", "trace", "curves"])
+NOUNS = ["accuracy", "cost", "differences", "trace", "survival", "stability", "by criterion", "curves"]
+
+
+@pytest.mark.parametrize("noun", NOUNS)
 def test_two_drawings_are_the_same_bytes_and_leave_matplotlib_as_it_was(noun, root, table, tmp_path):
     before = dict(matplotlib.rcParams)
     first = {path: path.read_bytes() for path in figures.save(build(noun, root, table), tmp_path / "lr=0.1")}
@@ -260,12 +294,12 @@ def test_two_drawings_are_the_same_bytes_and_leave_matplotlib_as_it_was(noun, ro
         assert data.startswith(head) and b"CreationDate" not in data
 
 
-def test_nothing_written_is_cut_off(root, table):
-    for noun in ("accuracy", "trace", "curves"):
-        figure = build(noun, root, table)
-        figure.draw_without_rendering()
-        whole, drawn = figure.bbox, figure.get_tightbbox().transformed(figure.dpi_scale_trans)
-        assert drawn.x0 >= -1 and drawn.y0 >= -1 and drawn.x1 <= whole.x1 + 1 and drawn.y1 <= whole.y1 + 1
+@pytest.mark.parametrize("noun", NOUNS)
+def test_nothing_written_is_cut_off(noun, root, table):
+    figure = build(noun, root, table)
+    figure.draw_without_rendering()
+    whole, drawn = figure.bbox, figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+    assert drawn.x0 >= -1 and drawn.y0 >= -1 and drawn.x1 <= whole.x1 + 1 and drawn.y1 <= whole.y1 + 1
 
 
 def test_draw_makes_each_figure_once(root, tmp_path, monkeypatch):
@@ -279,22 +313,29 @@ def test_draw_makes_each_figure_once(root, tmp_path, monkeypatch):
     figures.draw(root, tmp_path)
     names = [
         "accuracy-mnist-mlp-one_shot-compensation-mean",
+        "cost-mnist-mlp-one_shot-compensation-mean",
+        "differences-mnist-mlp-one_shot-compensation-mean",
         "trace-mnist-mlp-one_shot-variance",
+        "survival-mnist-mlp-one_shot-variance",
+        "stability-mnist-mlp-one_shot-variance",
         "widths-mnist-mlp-one_shot-variance",
         "curves-mnist-mlp-one_shot-variance",
         "trace-mnist-mlp-one_shot-random",
     ]
     assert list(titles) == names
-    for name in names[1:]:  # which run it is, and that it is one
+    command = f"python -m tnvp.figures {root} --out {tmp_path}".replace(" ", "")
+    assert all(command in title.replace(" ", "") for title in titles.values()), "whatever the lines' breaks"
+    for name in names[3:]:  # which run it is, and that it is one
         assert "0.3 requested, seed 0" in titles[name] and "0.3-0: n = 1, no spread" in titles[name]
 
 
 def test_the_command_prints_the_paths_it_wrote(tmp_path, capsys):
     write_run(tmp_path / "runs" / "one", config(), streams=False)
     assert figures.main([str(tmp_path / "runs"), "--out", str(tmp_path / "new")]) == 0
-    stem = tmp_path / "new" / "accuracy-mnist-mlp-one_shot-compensation-mean"
-    assert capsys.readouterr().out.split() == [f"{stem}.png", f"{stem}.pdf"]
-    assert sorted(path.suffix for path in stem.parent.iterdir()) == [".pdf", ".png"]
+    stems = [f"{tmp_path}/new/{noun}-mnist-mlp-one_shot-compensation-mean" for noun in ("accuracy", "cost")]
+    paths = [f"{stem}.{kind}" for stem in stems for kind in ("png", "pdf")]
+    assert capsys.readouterr().out.split() == paths
+    assert sorted(map(str, (tmp_path / "new").iterdir())) == sorted(paths)
 
 
 def test_a_tree_that_cannot_be_drawn_is_told(tmp_path, capsys):

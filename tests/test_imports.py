@@ -14,14 +14,28 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"pruning"},
     {"image_folder", "models", "run_directory", "tracking", "training"},
     {"published", "figure_style"},
-    {"schema", "data", "checkpoint", "results", "run_figures", "graph_figure", "trunk"},
-    {"config", "progress", "events", "journal", "figures"},
+    {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk"},
+    {"config", "controls", "progress", "events", "journal", "latency"},
+    {"study_figures"},
+    {"figures"},
     {"experiment"},
     {"study"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
-    "figures": {"figure_style", "results", "run_directory", "run_figures"},  # never W&B
+    "figures": {
+        "controls",
+        "figure_style",
+        "results",
+        "run_directory",
+        "run_figures",
+        "study_figures",
+        "trace_figures",
+    },
+    "study_figures": {"controls", "figure_style", "results", "run_directory"},  # never W&B
+    "controls": {"results"},
+    "latency": {"checkpoint", "models", "run_directory"},
     "run_figures": {"figure_style", "run_directory"},
+    "trace_figures": {"figure_style", "run_directory"},
     "graph_figure": {"figure_style"},
     "figure_style": {"run_directory"},
     "results": {"run_directory", "tracking"},  # exports what a server has

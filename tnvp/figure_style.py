@@ -72,10 +72,33 @@ def order(criterion: str) -> tuple[int, str]:
     return (names.index(criterion) if criterion in names else len(names), str(criterion))
 
 
+def group_styles(count: int) -> list[tuple]:
+    """A colour and a dash for each of so many groups of neurons, from the input on."""
+    return [(OTHER(0.85 * index / max(1, count - 1)), DASHES[index % len(DASHES)]) for index in range(count)]
+
+
 @FuncFormatter
 def plain_number(value: float, _: int) -> str:
     """0.01 rather than a power of ten: shorter to read on few ticks, and no second font in the file."""
     return f"{value:g}"
+
+
+@FuncFormatter
+def short_number(value: float, _: int) -> str:
+    """200k rather than 200000."""
+    power = next((power for power in (9, 6, 3) if value >= 10**power), 0)
+    return f"{value / 10**power:g}{ {9: 'G', 6: 'M', 3: 'k', 0: ''}[power] }"
+
+
+def cost_ticks(axis: Axis, low: float, high: float) -> None:
+    """`log_ticks` with labels such as 200k."""
+    log_ticks(axis, low, high)
+    axis.set_major_formatter(short_number)
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """1 run, 2 runs."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def log_ticks(axis: Axis, low: float, high: float) -> None:
@@ -89,7 +112,8 @@ def new_figure(width: float, height: float, title: str, caption: str) -> Figure:
     """An empty figure of that many inches; the caption stands at its foot."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left")
-    figure.supxlabel(textwrap.fill(caption, int(20 * width)), x=0.01, ha="left", fontsize=6.5, color="0.35")
+    lines = textwrap.fill(caption, int(20 * width), break_on_hyphens=False)  # a command is copied
+    figure.supxlabel(lines, x=0.01, ha="left", fontsize=6.5, color="0.35")
     return figure
 
 

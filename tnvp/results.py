@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,18 @@ def published(path: Path) -> pd.DataFrame:
         raise ResultsError(f"{path} is no table: {error}") from error
     require_columns(frame, ["run", *SUMMARY, *BASE[:3]], f"rows of {path}")
     return frame.astype({name: dtype for name, dtype in SUMMARY.items() if dtype == "string"})
+
+
+def with_latency(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """The table with what `tnvp.latency` wrote to ``path`` of its runs on the CPU: columns latency_<batch> and latency_<batch>_dense.
+
+    Runs are known by the last part of their path. Raises ResultsError for a table without those columns.
+    """
+    times = pd.read_csv(path)
+    require_columns(times, ["run", "device", "batch", "dense_ms", "pruned_ms"], f"rows of {path}")
+    wide = times[times["device"] == "cpu"].pivot_table(index="run", columns="batch", values=["pruned_ms", "dense_ms"])
+    wide.columns = [f"latency_{batch}" + "_dense" * (kind == "dense_ms") for kind, batch in wide.columns]
+    return table.join(wide, on=table["run"].str.rsplit("/", n=1).str[-1].rename("name"))
 
 
 def _runs(root: Path) -> Iterator[RunDirectory]:
@@ -181,10 +193,10 @@ def _telling(rows: pd.DataFrame) -> list[str]:
     return telling
 
 
-def aggregate(table: pd.DataFrame) -> pd.DataFrame:
+def aggregate(table: pd.DataFrame, columns: Sequence[str] = ("neuron_sparsity",)) -> pd.DataFrame:
     """One row per setting, criterion and requested sparsity or threshold: means, 95 % t-intervals over seeds.
 
-    Columns: setting, criterion, requested, neuron_sparsity (mean achieved, 0 to 1), and per test accuracy
+    Columns: setting, criterion, requested, the means of ``columns`` (neuron_sparsity: achieved, 0 to 1), and per test accuracy
     `<name>_n` (seeds), `<name>` (mean, percent), `<name>_half` (percent, NaN for n < 2).
     """
     rows = []
@@ -192,7 +204,7 @@ def aggregate(table: pd.DataFrame) -> pd.DataFrame:
         part = part.assign(criterion=part["criterion"].fillna("none"), requested=requested(part))
         for (criterion, asked), runs in part.groupby(["criterion", "requested"], dropna=False):
             row = {"setting": setting, "criterion": criterion, "requested": asked}
-            row["neuron_sparsity"] = interval(runs, "neuron_sparsity").mean
+            row |= {name: interval(runs, name).mean for name in columns}
             for name in ACCURACIES:
                 row[f"{name}_n"], row[name], row[f"{name}_half"] = interval(runs, name)
             rows.append(row)
@@ -208,20 +220,33 @@ def paired(
     requested sparsity and, where ``by`` is another column, criterion. Columns: setting, criterion, requested, n (seeds that
     have both), difference (mean) and half (half-width of its 95 % t-interval, NaN for n < 2).
     """
+    return mean_differences(differences(table, one, other, accuracy, by))
+
+
+def differences(
+    table: pd.DataFrame, one: str, other: str, accuracy: str = "test_accuracy", by: str = "criterion"
+) -> pd.DataFrame:
+    """The same seed by seed: columns setting, criterion, requested, seed, difference (NaN where a seed lacks one of them)."""
     require_columns(table, [by, accuracy], "table's rows")
     table = table.assign(choice=table[by].fillna("none"), requested=requested(table))
     if missing := {one, other} - set(table["choice"]):
         found = ", ".join(sorted(table["choice"].unique()))
         raise ResultsError(f"no run has {by} {', '.join(sorted(missing))}; there are {found}")
-    table, rows = table[table["choice"].isin([one, other])], []
+    table, parts = table[table["choice"].isin([one, other])], []
     for setting, part in by_setting(table.drop(columns=f"config.pruning.{by}", errors="ignore")).items():
         part = part.assign(criterion="" if by == "criterion" else part["criterion"].fillna("none"))
         for (criterion, asked), runs in part.groupby(["criterion", "requested"], dropna=False):
-            wide = runs.pivot_table(index="seed", columns="choice", values=accuracy).reindex(columns=[one, other])
-            both = (wide[one] - wide[other]).rename(accuracy).reset_index()
-            n, difference, half = interval(both, accuracy)
-            rows.append([setting, criterion, asked, n, difference, half])
-    return pd.DataFrame(rows, columns=["setting", "criterion", "requested", "n", "difference", "half"])
+            means = runs.groupby(["seed", "choice"])[accuracy].mean().unstack().reindex(columns=[one, other])
+            both = (means[one] - means[other]).astype(float).rename("difference").reset_index()
+            parts.append(both.assign(setting=setting, criterion=criterion, requested=asked))
+    return pd.concat(parts, ignore_index=True)[["setting", "criterion", "requested", "seed", "difference"]]
+
+
+def mean_differences(seeds: pd.DataFrame) -> pd.DataFrame:
+    """What `paired` tells, of what `differences` does."""
+    keys = ["setting", "criterion", "requested"]
+    rows = [[*key, *interval(part, "difference")] for key, part in seeds.groupby(keys, dropna=False, sort=False)]
+    return pd.DataFrame(rows, columns=[*keys, "n", "difference", "half"])
 
 
 def requested(table: pd.DataFrame) -> pd.Series:

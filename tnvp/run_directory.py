@@ -271,7 +271,7 @@ def environment(device: str, seed: int, config_hash: str, trunk_hash: str) -> di
         "dirty": bool(changes) if tracked and changes is not None else None,
         "versions": versions,
         "device": device,
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
         "cores": cores,
         "seed": seed,
         "config_hash": config_hash,
@@ -295,7 +295,7 @@ def _git(*arguments: str) -> str | None:
         return None
 
 
-def _hardware(device: str) -> str:
+def hardware(device: str) -> str:
     """The accelerator's name, or the processor's."""
     if device.startswith("cuda"):
         import torch  # only here: tables and figures of any run are read without it

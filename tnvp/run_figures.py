@@ -1,85 +1,27 @@
-"""Figures of one run: the trace heatmap, widths and training curves, with the prune events."""
-
-import math
+"""Figures of runs from their events and metrics: widths over time and by criterion, training curves."""
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import NullFormatter
 
-from tnvp.figure_style import CRITERIA, DASHES, DEAD, OTHER, STYLE, label_ends, log_ticks, new_figure, plain_number
+from tnvp.figure_style import (
+    CRITERIA,
+    DASHES,
+    OTHER,
+    STYLE,
+    UNKNOWN,
+    group_styles,
+    label_ends,
+    log_ticks,
+    new_figure,
+    order,
+    outline,
+    plain_number,
+)
 from tnvp.run_directory import ResultsError
-
-
-def trace_heatmap(
-    traces: pd.DataFrame, events: list[dict], title: str = "Variance of each neuron", caption: str = ""
-) -> Figure:
-    """Neurons against training steps, one panel a group; colour: variance of the neuron's output, log scale.
-
-    traces: columns run_directory.TRACE_COLUMNS; events: the run's prune events. Rows are sorted by the last
-    variance seen; a removed neuron is grey from its removal on. Raises ResultsError for an empty trace.
-    """
-    groups = list(dict.fromkeys(traces["group"]))
-    if not groups:
-        raise ResultsError("the trace is empty: the run recorded no window. Lower pruning.trace_every.")
-    positive = traces["variance"][traces["variance"] > 0]
-    low, high = np.quantile(positive, [0.01, 1]) if len(positive) else (1e-12, 1.0)
-    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
-    columns = math.ceil(len(groups) / 4)
-    rows = math.ceil(len(groups) / columns)
-    caption = (
-        "Rows: neurons, sorted by the last variance seen. Grey: removed, from the orange tick on. "
-        f"Variances under {low:.1e}, zero too, have the darkest colour. {caption}"
-    )
-    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure = new_figure(max(7.0, 3.6 * columns), 1.2 + 1.5 * rows, title, caption)
-        panels = figure.subplots(rows, columns, squeeze=False)
-        for axes, group in zip(panels.T.flat, groups, strict=False):
-            mesh = _heat_panel(axes, group, traces[traces["group"] == group], _deaths(events, group), norm)
-        for axes in panels.T.flat[len(groups) :]:
-            axes.set_visible(False)
-        bar = figure.colorbar(mesh, ax=panels, label="Variance (log scale)", extend="min", aspect=30)
-        log_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
-    return figure
-
-
-def _deaths(events: list[dict], group: str) -> dict[int, int]:
-    """Neuron id -> step of its removal."""
-    return {
-        neuron: event["step"]
-        for event in events
-        for pruned in event["groups"]
-        if pruned["name"] == group
-        for neuron in pruned["removed"]
-    }
-
-
-def _heat_panel(axes: Axes, group: str, traces: pd.DataFrame, deaths: dict[int, int], norm: LogNorm) -> QuadMesh:
-    wide = traces.pivot(index="neuron", columns="step", values="variance")
-    wide = wide.reindex(sorted({*wide.index, *deaths}))  # a neuron may go before its first window
-    steps = wide.columns.to_numpy(float)  # where windows end; the first begins with the run
-    until = np.array([deaths.get(neuron, math.inf) for neuron in wide.index])
-    wide = wide.mask(steps[None, :] > until[:, None])
-    last = wide.ffill(axis=1).iloc[:, -1]
-    wide = wide.loc[last.sort_values(na_position="first", kind="stable").index]
-    cells = np.ma.masked_invalid(wide.to_numpy(float))
-    mesh = axes.pcolormesh(
-        np.r_[0, steps], np.arange(len(wide) + 1), cells, norm=norm, cmap=OTHER.with_extremes(bad=DEAD), rasterized=True
-    )
-    dead = [row for row, neuron in enumerate(wide.index) if neuron in deaths]
-    when = [deaths[wide.index[row]] for row in dead]
-    axes.vlines(when, dead, np.add(dead, 1), color=CRITERIA["obs"][0], linewidth=1.2)
-    axes.set(
-        title=f"{group}: {len(wide)} to {len(wide) - len(dead)} neurons",
-        ylabel="Neurons",
-        xlabel="Training step" if axes.get_subplotspec().is_last_row() else "",
-    )
-    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    return mesh
 
 
 def widths_over_time(metrics: pd.DataFrame, events: list[dict], title: str = "Widths", caption: str = "") -> Figure:
@@ -97,9 +39,7 @@ def widths_over_time(metrics: pd.DataFrame, events: list[dict], title: str = "Wi
         figure = new_figure(6.5, 3.6, title, caption)
         axes = figure.subplots()
         axes.set(xlabel="Training step", ylabel="Neurons left")
-        for index, (name, (steps, left)) in enumerate(lines.items()):
-            colour = OTHER(0.85 * index / max(1, len(lines) - 1))
-            dash = DASHES[index % len(DASHES)]
+        for (name, (steps, left)), (colour, dash) in zip(lines.items(), group_styles(len(lines)), strict=True):
             axes.step(steps, left, where="post", color=colour, linestyle=dash, label=name)
             ends.append((last, left[-1], f"{name}: {left[0]:g} to {left[-1]:g}", colour))
         if widths.max() > 8 * max(1, widths.min()):
@@ -126,6 +66,58 @@ def _widths(metrics: pd.DataFrame, events: list[dict], last: int) -> dict[str, t
     return {name: tuple(np.array(line, float).T) for name, line in lines.items()}
 
 
+def widths_by_criterion(widths: pd.DataFrame, title: str = "Widths by criterion", caption: str = "") -> Figure:
+    """Share of each group's neurons that stays at the same requested sparsity, one line a criterion.
+
+    widths: rows of `event_widths` with columns criterion and seed: of runs that share all else, with a budget for all groups
+    together (scope=global). Lines: means over seeds; dots: single runs. Raises ResultsError for an empty table.
+    """
+    if not len(widths):
+        raise ResultsError("no widths to draw: there is no prune event of a run with pruning.scope=global")
+    sizes = widths.groupby("group", sort=False)["before"].max()
+    widths = widths.assign(
+        left=100 * widths["after"] / widths["before"], place=widths["group"].map(list(sizes.index).index)
+    )
+    seeds = widths.groupby("criterion")["seed"].nunique()
+    n = " to ".join(map(str, sorted({seeds.min(), seeds.max()})))
+    caption = f"Lines: mean over seeds, n = {n}. Faint dots: single runs. {caption}"
+    ends = []
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(max(5.5, 2.5 + 0.45 * len(sizes)), 3.8, title, caption)
+        axes = figure.subplots()
+        for criterion in sorted(widths["criterion"].unique(), key=order):
+            colour, marker, dash = CRITERIA.get(criterion, UNKNOWN)
+            mine = widths[widths["criterion"] == criterion]
+            line = mine.groupby("place")["left"].mean()
+            axes.scatter(mine["place"], mine["left"], s=7, color=colour, alpha=0.35, linewidths=0)
+            axes.plot(
+                line.index,
+                line,
+                color=colour,
+                marker=marker,
+                linestyle=dash,
+                label=criterion,
+                path_effects=outline(criterion),
+            )
+            ends.append((line.index[-1], line.iloc[-1], criterion, colour))
+        names = [f"{name}\n({size})" for name, size in sizes.items()]
+        axes.set_xticks(range(len(sizes)), names, rotation=0 if len(sizes) < 8 else 90)
+        axes.set(
+            xlabel="Group of neurons (width before), from input to output", ylabel="Neurons left (%)", ylim=(0, 102)
+        )
+        label_ends(axes, ends)
+    return figure
+
+
+def event_widths(events: list[dict]) -> pd.DataFrame:
+    """One row a group, in the network's order: group, before (the first event), after (the last)."""
+    found: dict[str, list[int]] = {}
+    for event in events:
+        for group in event["groups"]:
+            found.setdefault(group["name"], [group["width_before"], 0])[1] = group["width_after"]
+    return pd.DataFrame([[name, *widths] for name, widths in found.items()], columns=["group", "before", "after"])
+
+
 def training_curves(metrics: pd.DataFrame, events: list[dict], title: str = "Training", caption: str = "") -> Figure:
     """Loss and accuracy, training and validation, against training steps; prune events are vertical lines.
 
@@ -141,7 +133,8 @@ def training_curves(metrics: pd.DataFrame, events: list[dict], title: str = "Tra
         _curves(loss, metrics, events, "loss")
         _curves(accuracy, metrics, events, "accuracy")
         log_ticks(loss.yaxis, *loss.get_ylim())
-        loss.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+        handles, labels = accuracy.get_legend_handles_labels()
+        loss.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure
 
 
@@ -157,6 +150,11 @@ def _curves(axes: Axes, metrics: pd.DataFrame, events: list[dict], name: str) ->
         if column in metrics and metrics.loc[chosen, column].notna().any():
             rows = metrics[chosen]
             axes.plot(rows["step"], rows[column], markersize=3.5, label=label, **style)
+    after = [event.get(f"{name}_after") for event in events]
+    if any(value is not None for value in after):  # accuracy alone is measured there
+        steps = [event["step"] for event in events]
+        lone = {"linestyle": "none", "marker": "D", "fillstyle": "none", "color": OTHER(0.5), "markersize": 4.5}
+        axes.plot(steps, np.array(after, float), label="validation, right after an event", **lone)
     width = 0.9 if len(events) < 6 else 0.4
     for index, event in enumerate(events):
         axes.axvline(

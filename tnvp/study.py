@@ -196,7 +196,9 @@ def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Pa
 
 def draw(study: Study) -> list[Path]:
     """The study's figures from its published table, beside it; returns the paths."""
-    table = results.published(study.table_path)
+    table, latency = results.published(study.table_path), study.folder / "latency.csv"
+    if latency.exists():
+        table = results.with_latency(table, latency)
     written = []
     for name, kind in study.figures.items():
         drawn = figures.of_table(table, kind, f"make study STUDY={study.name} and make publish STUDY={study.name}")

@@ -1,0 +1,126 @@
+"""Cost and differences: what is drawn is what the table says; controls are those that agree."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from tests.test_figures import lines, text
+from tests.test_results import config, write_run, write_tree
+from tnvp import controls, figures, results
+from tnvp.results import ResultsError
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> pd.DataFrame:
+    root = write_tree(tmp_path_factory.mktemp("study_figures") / "runs", ["variance", "l2", "random"], [0.3, 0.6])
+    return results.table(root)
+
+
+def test_costs_are_means_over_seeds_and_fall_to_the_right(table):
+    parameters, flops = figures.accuracy_vs_cost(table).axes
+    for axes, column in ((parameters, "parameters"), (flops, "flops")):
+        groups = table[table["criterion"] == "l2"].groupby("config.pruning.sparsity")
+        x, y = lines(axes)["l2"].get_data()
+        by_hand = pd.DataFrame({"x": groups[column].mean(), "y": groups["test_accuracy"].mean()}).sort_values("x")
+        np.testing.assert_allclose(np.c_[x, y], by_hand.to_numpy(float))
+        left, right = axes.get_xlim()
+        assert left > right and axes.get_xscale() == "log"
+        ring = next(line for line in axes.lines if line.get_fillstyle() == "none")
+        assert left > ring.get_xdata()[0] > max(x), "the unpruned network costs most, and is in the panel"
+    assert parameters.lines[0].get_xdata()[0] == pytest.approx(40000, rel=1e-3)
+    assert flops.lines[0].get_xdata()[0] == pytest.approx(80000, rel=1e-3)
+
+
+def test_a_cost_that_no_run_has_is_not_drawn(table):
+    assert len(figures.accuracy_vs_cost(table.assign(flops=pd.array([None] * len(table), "Int64"))).axes) == 1
+
+
+def test_latency_is_drawn_where_it_was_measured(table, tmp_path):
+    names = table["run"].str.split("/").str[-1]
+    rows = [
+        {"run": name, "device": device, "batch": batch, "dense_ms": 9.0 * scale, "pruned_ms": (1 + i) * scale}
+        for i, name in enumerate(names)
+        for device, scale in (("cpu", 1), ("cuda", 50))
+        for batch in (1, 256)
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "latency.csv", index=False)
+    timed = results.with_latency(table, tmp_path / "latency.csv")
+    assert timed["latency_1"].tolist() == [1 + i for i in range(len(table))] and (timed["latency_256_dense"] == 9).all()
+    figure = figures.accuracy_vs_cost(timed)
+    assert [axes.get_xlabel().split(",")[0] for axes in figure.axes[2:]] == ["Latency (ms)"] * 2
+    assert "latency.csv" in text(figure) and "latency.csv" not in text(figures.accuracy_vs_cost(table))
+    pd.DataFrame({"run": [1]}).to_csv(tmp_path / "latency.csv")
+    with pytest.raises(ResultsError, match=r"latency.csv lack the columns"):
+        results.with_latency(table, tmp_path / "latency.csv")
+
+
+def test_differences_are_scipys_at_each_request_and_panel(table):
+    figure = figures.paired_differences(table)
+    assert "random" in figure.axes[0].get_xlabel() and "n = 3" in text(figure)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0.3", "0.6"]
+    for axes, column in zip(figure.axes, ["test_accuracy_pruned", "test_accuracy"], strict=True):
+        drawn = {bar.get_label(): bar for bar in axes.containers}
+        assert list(drawn) == ["variance", "l2"]
+        for name, bar in drawn.items():
+            segments = bar.lines[2][0].get_segments()
+            for asked, point, segment in zip((0.3, 0.6), bar.lines[0].get_xdata(), segments, strict=True):
+                rows = table[table["config.pruning.sparsity"] == asked].pivot(
+                    index="seed", columns="criterion", values=column
+                )
+                test = stats.ttest_rel(rows[name], rows["random"])
+                interval = test.confidence_interval(0.95)
+                assert point == pytest.approx((rows[name] - rows["random"]).mean())
+                np.testing.assert_allclose(segment[:, 0], [interval.low, interval.high])
+
+
+def test_differences_with_two_seeds_have_no_bars_but_dots(table):
+    figure = figures.paired_differences(table[table["seed"] < 2])
+    assert "none where n < 3" in text(figure)
+    for axes in figure.axes:
+        segments = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
+        assert len(segments) == 4 and not any(map(len, segments))
+        assert sum(len(dots.get_offsets()) for dots in axes.collections if len(dots.get_offsets())) >= 8
+
+
+def test_the_reference_is_random_or_else_the_first(table):
+    two = figures.paired_differences(table[table["criterion"] != "random"])
+    assert "Differences to variance" in text(two) and [b.get_label() for b in two.axes[0].containers] == ["l2"]
+    with pytest.raises(ResultsError, match="need two criteria; the table has l2"):
+        figures.paired_differences(table[table["criterion"] == "l2"])
+    with pytest.raises(ResultsError, match=r"no runs for paired_differences \(several criteria\)"):
+        figures.of_table(table[table["criterion"] == "l2"], "paired_differences", "")
+
+
+def test_paired_is_the_mean_of_the_differences(table):
+    seeds = results.differences(table, "variance", "random")
+    assert len(seeds) == 6 and seeds["difference"].notna().all()
+    means = seeds.groupby("requested")["difference"].mean()
+    np.testing.assert_allclose(results.paired(table, "variance", "random")["difference"], means)
+
+
+def test_one_run_is_one_run(table):
+    assert " 1 run, " in text(figures.accuracy_vs_sparsity(table[:1]))
+
+
+def test_scratch_is_no_control_where_widths_depend_on_the_criterion(table, tmp_path):
+    whole = {**config(), "pruning": {"name": "scratch", "sparsity": 0.3, "dense_epochs": 5, "finetune_epochs": 5}}
+    write_run(tmp_path / "scratch", whole, streams=False)
+    both = pd.concat([table, results.table(tmp_path)], ignore_index=True)
+    assert len(controls.pruned_and_scratch(both)[1]) == 1
+    assert len(controls.pruned_and_scratch(both.assign(**{"config.pruning.scope": "global"}))[1]) == 0
+
+
+def test_controls_are_found_beside_gradual_runs_that_lack_their_fields(table, tmp_path):
+    """A column of epochs that one kind of pruning has and another has not is no error."""
+    for name, pruning in {
+        "gradual": {"name": "gradual", "criterion": "l2", "compensation": "mean", "sparsity": 0.3, "epochs": 10},
+        "scratch": {"name": "scratch", "sparsity": 0.3, "dense_epochs": 5, "finetune_epochs": 5},
+    }.items():
+        write_run(tmp_path / name, {**config(), "pruning": pruning}, streams=False)
+    both = pd.concat([table, results.table(tmp_path)], ignore_index=True).astype({"config.pruning.epochs": "Int64"})
+    gradual = both[both["config.pruning.name"].isin(["gradual", "scratch"])]
+    assert len(controls.pruned_and_scratch(gradual)[1]) == 1
+    assert math.isnan(controls.epochs(both.drop(columns="config.pruning.dense_epochs")).iloc[0])
