@@ -108,7 +108,7 @@ def test_the_default_is_the_digits_experiment():
         optimizer=schema.SGD("sgd", 0.05, 5e-4, "one_cycle", momentum=0.9, nesterov=False),
         pruning=schema.OneShot(
             "one_shot", 10, "variance", "mean", "mean", "layer", "none", 1, 1, "cumulative", 10, 10, "rebuild", False, [],
-            sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3,
+            sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3, optimizer_state="carried", warmup_steps=50,
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
         study="digits", name=None, seed=0, device="auto", batch_size=128, precision="float32", compile=False,

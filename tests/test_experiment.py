@@ -13,7 +13,7 @@ import tnvp
 from tnvp import config, data, experiment
 from tnvp.progress import ProgressBar
 from tnvp.pruning.errors import PruningError
-from tnvp.results import SUMMARY, RunDirectory, table
+from tnvp.results import SUMMARY, RunDirectory, by_setting, table
 from tnvp.training import Fit, TrainingError
 
 SMALL = ["epochs=3", "model.widths=[32,16]", "optimizer.lr=0.1", "tracking=none", "progress=false"]
@@ -85,6 +85,52 @@ def test_scratch_trains_the_widths_that_pruning_ends_with_for_as_many_steps(star
     assert steps[0] == steps[1]
     assert directory.metrics()["learning_rate"].max() == pytest.approx(0.1, rel=0.1), "one cycle, at the full rate"
     assert set(directory.metrics()["widths/fc1"].dropna()) == {8}
+
+
+@pytest.fixture
+def finetuned_with(monkeypatch):
+    """The model and the optimizer, as it was, that each phase began with: phase → (model, optimizer, its state)."""
+    phases, real = {}, experiment.train
+
+    def train(model, optimizer, *arguments, **keywords):
+        state = [(p, {k: torch.as_tensor(v).clone() for k, v in s.items()}) for p, s in optimizer.state.items()]
+        phases[keywords["phase"]] = (model, optimizer, state)
+        return real(model, optimizer, *arguments, **keywords)
+
+    monkeypatch.setattr(experiment, "train", train)
+    return phases
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_optimizer_after_the_event_is_what_was_asked_for(optimizer, started, finetuned_with):
+    """Whatever becomes of the state, every parameter is trained, once."""
+    rates = {}
+    for how in ("carried", "reset", "fresh"):
+        _, _, directory = started(f"pruning.optimizer_state={how}", f"optimizer={optimizer}", "trunks=null")
+        (_, before, _), (model, after, state) = finetuned_with["dense"], finetuned_with["finetune"]
+        assert (before is after) == (how != "fresh")
+        held = [p for group in after.param_groups for p in group["params"]]
+        assert list(map(id, held)) == list(map(id, model.parameters()))
+        if how == "carried":
+            assert {id(p) for p, _ in state} == set(map(id, held))
+            assert all(v.shape == p.shape for p, values in state for v in values.values() if v.numel() > 1)
+            assert any(v.any() for _, values in state for k, v in values.items() if k != "step")
+        else:
+            assert state == []
+        rates[how] = directory.metrics().query("phase == 'finetune' and step % 10 == 0")["learning_rate"].to_numpy()
+    assert len(rates["fresh"]) == 5 and (rates["carried"] == rates["reset"]).all()
+    # The first record is of step 40, the 7th after the event; each tells the rate of the next step.
+    warm = [min(1, (step - 33 + 1) / 50) for step in (40, 50, 60, 70, 80)]
+    assert rates["fresh"] == pytest.approx(rates["carried"] * warm)
+
+
+def test_what_becomes_of_the_optimizers_state_stands_in_the_table_and_keeps_the_trunk(started):
+    made = [started(f"pruning.optimizer_state={how}")[0] for how in ("carried", "reset", "fresh")]
+    rows = table(experiment.run_path(made[0]).parent)
+    assert set(rows["config.pruning.optimizer_state"]) == {"carried", "reset", "fresh"}
+    assert rows["trunk_hash"].nunique() == rows["test_accuracy_pruned"].nunique() == 1
+    assert rows["test_accuracy"].nunique() > 1
+    assert len(by_setting(rows)) == 3, "they are never averaged together"
 
 
 def test_gradual_follows_its_schedule(started):

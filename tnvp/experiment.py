@@ -77,6 +77,7 @@ class Study:
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
+        self.warmup_steps = 0  # of the phases from here on
         self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
         self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
@@ -87,6 +88,7 @@ class Study:
         if pruning.name == "one_shot":
             self.train_trunk()
             self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+            self.renew_optimizer()
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
         elif pruning.name == "scratch":
             self.narrow()
@@ -120,6 +122,15 @@ class Study:
                 return
         self.go_on_from(kept)
         self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+
+    def renew_optimizer(self) -> None:
+        """After the event: carry the optimizer's state on, empty it, or begin with another optimizer."""
+        how = self.config.pruning.optimizer_state
+        if how == "reset":
+            self.optimizer.state.clear()
+        elif how == "fresh":
+            self.optimizer = self.pruner.optimizer = make_optimizer(self.config, self.model)
+            self.warmup_steps = self.config.pruning.warmup_steps
 
     def narrow(self) -> None:
         """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
@@ -168,7 +179,9 @@ class Study:
         self.step = train(
             self.model,
             self.optimizer,
-            make_schedule(config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch),
+            make_schedule(
+                config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch, self.warmup_steps
+            ),
             lambda: data.batches(images, images.train, config.batch_size, generator=self.shuffle, augment=augment),
             epochs=epochs,
             steps_per_epoch=self.steps_per_epoch,

@@ -42,6 +42,7 @@ class Checked:
         return iter(())
 
 
+OPTIMIZER_STATES = ("carried", "reset", "fresh")
 LABEL = (r"(?!\.\.?$)[^/\\]+", "a name that a file could have: not empty, no slashes")
 PATH = (r".+", "a path, not empty")
 
@@ -292,6 +293,11 @@ class OneShot(ActivePruning):
     """Epochs after it."""
     finetune_lr_factor: float = number("(0, inf)")
     """Learning rate of these, as a multiple of `optimizer.lr`."""
+    optimizer_state: str = one_of(OPTIMIZER_STATES)
+    """The optimizer's state after the event: carried over and cut like the weights; reset, the same optimizer without any;
+    fresh, a new optimizer with a warm-up."""
+    warmup_steps: int = number("[1, inf)")
+    """Steps of that warm-up, over which the learning rate rises linearly from 0 to what the schedule says."""
 
     def trunk(self) -> dict:
         return {"dense_epochs": self.dense_epochs}
