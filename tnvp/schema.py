@@ -14,7 +14,7 @@ from .models import ACTIVATIONS, LIBRARIES, ModelError, check_name
 from .pruning.compensation import COMPENSATIONS
 from .pruning.criteria import CRITERIA
 from .pruning.evidence import COUPLINGS
-from .pruning.recorder import WINDOWS
+from .pruning.pruner import LOOKS_AT
 from .pruning.selection import NORMALIZATIONS, SCOPES
 from .pruning.surgery import MODES
 from .training import PRECISIONS, SCHEDULES
@@ -263,8 +263,9 @@ class ActivePruning(Pruning):
     """Neurons that every layer keeps at least."""
     round_to: int = number("[1, inf)")
     """Widths are kept at multiples of this; 1: any width."""
-    window: str = one_of(WINDOWS)
-    """Which steps the moments cover: all since the start, since the last event, or an exponential average."""
+    window: str = one_of(LOOKS_AT)
+    """What scores look at: all steps since the start, those since the last event, their exponential average, or, instead of
+    training, the calibration pass at the event."""
     calibration_batches: int = number("[1, inf)")
     """Training batches of the pass in eval mode that means for the compensation are measured on."""
     bn_recalibrate: int = number("[0, inf)")
@@ -279,6 +280,8 @@ class ActivePruning(Pruning):
     def conflicts(self) -> Iterator[str]:
         for name in sorted({name for name in self.ignore if self.ignore.count(name) > 1}):
             yield f"pruning.ignore={self.ignore} names {name!r} more than once"
+        if self.criterion == "taylor" and self.window == "calibration":
+            yield "pruning.criterion=taylor needs gradients, and pruning.window=calibration has none: choose another of either"
 
 
 @dataclass
