@@ -2,6 +2,7 @@
 
 import io
 import math
+from itertools import pairwise
 
 import hydra
 import pytest
@@ -139,6 +140,30 @@ def test_gradual_follows_its_schedule(started):
     assert requested == pytest.approx([0.5 * (1 - (1 - t / 20) ** 3) for t in (5, 10, 15, 20)])
     achieved = [event["neuron_sparsity"] for event in directory.events()]
     assert achieved == pytest.approx(requested, abs=1 / 48)
+
+
+def test_training_flops_sum_up_what_each_step_cost(started):
+    def cost(*widths: int) -> int:
+        return 2 * sum(a * b for a, b in pairwise((64, *widths, 10)))
+
+    images = len(data.load("digits").train)
+    one_shot, none, scratch = (
+        started(f"pruning={kind}", *more)[1]["training_flops"]
+        for kind, *more in (
+            ("one_shot", "pruning.finetune_epochs=2"),
+            ("none",),
+            ("scratch", "pruning.finetune_epochs=2"),
+        )
+    )
+    assert one_shot == images * (3 * cost(32, 16) + 2 * cost(16, 8))
+    assert none == images * 3 * cost(32, 16) and scratch == images * 5 * cost(16, 8)
+    _, gradual, directory = started(*KINDS["gradual"])
+    widths = [(32, 16), *(tuple(g["width_after"] for g in event["groups"]) for event in directory.events())]
+    expected = sum(cost(*w) * n for w, n in zip(widths, (10, 5, 5, 5, 8), strict=True))
+    assert gradual["training_flops"] == pytest.approx(images / 11 * expected, rel=1e-9)
+    assert gradual["training_flops"] < none
+    masked = started(*KINDS["gradual"], "pruning.mode=mask")[1]
+    assert masked["training_flops"] == none, "a mask saves nothing"
 
 
 def test_an_event_carries_its_certificate(started):

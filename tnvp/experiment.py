@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -224,7 +224,6 @@ class Study:
         config, pruner, event = self.config, self.pruner, self.event
         before, after = (event.dense, event.pruned) if event and event.pruned else (self.model, None)
         test, narrow = self.images.test, config.pruning.name == "scratch"  # which never was a dense network
-        one_image = (self.images.train.images[:1].float(),)
         hashes = self.directory.environment
         return {
             "test_accuracy_dense": None if narrow else self.measure(test, before)["accuracy"],
@@ -232,7 +231,8 @@ class Study:
             "test_accuracy": self.measure(test, self.model)["accuracy"],
             **pruner.reductions(),
             "parameters": parameter_count(self.model),
-            "flops": flop_count(self.model, one_image),
+            "flops": self.flops(self.model),
+            "training_flops": self.training_flops(before),
             "bytes": self.directory.model_path.stat().st_size,
             "seconds": seconds,
             "criterion": pruner.criterion if event else None,
@@ -241,6 +241,18 @@ class Study:
             "study": config.study,
             **{key: hashes[key] for key in ("config_hash", "trunk_hash", "commit", "hardware")},
         }
+
+    def flops(self, model: nn.Module) -> int:
+        """FLOPs of a forward pass of one image."""
+        return flop_count(model, (self.images.train.images[:1].float(),))
+
+    def training_flops(self, before: nn.Module) -> int:
+        """FLOPs of the forward passes of all training steps, each of the size that the network had then."""
+        events = self.directory.events()
+        sizes = [self.flops(before), *(event["flops"] for event in events)]
+        steps = [0, *(event["step"] for event in events), self.step]
+        images = len(self.images.train) / self.steps_per_epoch  # a step, on average: an epoch's last batch is smaller
+        return round(images * sum(size * (b - a) for size, (a, b) in zip(sizes, pairwise(steps), strict=True)))
 
     def publish(self, summary: dict) -> None:
         """The tracker's copy of what the run directory has at the end."""

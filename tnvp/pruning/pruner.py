@@ -119,7 +119,9 @@ class Pruner:
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
         self._looks_at = window
         recorded = window if window in WINDOWS else "cumulative"
-        self._recorder = Recorder(model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), recorded)
+        self._recorder = Recorder(
+            model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), recorded
+        )
         self._recorder.wants_inputs = self._inputs is None
 
     # Recording.
