@@ -108,7 +108,7 @@ def test_the_default_is_the_digits_experiment():
         optimizer=schema.SGD("sgd", 0.05, 5e-4, "one_cycle", momentum=0.9, nesterov=False),
         pruning=schema.OneShot(
             "one_shot", 10, "variance", "mean", "mean", "layer", "none", 1, 1, "cumulative", 10, 10, "rebuild", False, [],
-            sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3,
+            sparsity=0.5, dense_epochs=20, finetune_epochs=5, finetune_lr_factor=0.3, optimizer_state="carried", warmup_steps=50,
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
         study="digits", name=None, seed=0, device="auto", batch_size=128, precision="float32", compile=False,
@@ -221,6 +221,8 @@ def test_a_wrong_choice_is_named_with_the_right_ones(pool):
         ("pruning=one_shot", "pruning.dense_epochs", 0, "dense_epochs=0 must be a number in [1, inf)"),
         ("pruning=one_shot", "pruning.dense_epochs", 1.5, "could not be converted to Integer"),
         ("pruning=one_shot", "pruning.ignore", ["a", "b", "a"], "names 'a' more than once"),
+        ("pruning=one_shot", "pruning.optimizer_state", "kept", "is not one of carried, reset, fresh"),
+        ("pruning=gradual", "pruning.window", "event", "is not one of cumulative, since_prune, ema, calibration"),
         ("pruning=one_shot", "pruning.ignore", [""], "pruning.ignore[0]='' must be a layer's name"),
         ("pruning=gradual", "pruning.start_step", 150, "start_step=150 must be below pruning.end_step=150"),
         ("pruning=threshold", "pruning.threshold", 0, "pruning.threshold=0.0 must be a number in (0, inf)"),
@@ -262,6 +264,9 @@ def test_values_that_do_not_fit_together_are_refused(pool):
     check(nesterov)
     said = refusal(check, changed(nesterov, "optimizer.momentum", 0.0))
     assert said == "optimizer.nesterov=true needs optimizer.momentum above 0, got 0"
+    taylor = changed(chosen(pool, "pruning=one_shot"), "pruning.criterion", "taylor")
+    check(taylor)
+    assert "taylor needs gradients" in refusal(check, changed(taylor, "pruning.window", "calibration"))
     colour = changed(chosen(pool, "dataset=cifar10"), "dataset.mean", [0.5] * 3)
     check(colour)
     assert "one value per channel" in refusal(check, changed(colour, "dataset.std", [0.5]))

@@ -2,6 +2,7 @@
 
 import io
 import math
+from itertools import pairwise
 
 import hydra
 import pytest
@@ -13,7 +14,7 @@ import tnvp
 from tnvp import config, data, experiment
 from tnvp.progress import ProgressBar
 from tnvp.pruning.errors import PruningError
-from tnvp.results import SUMMARY, RunDirectory, table
+from tnvp.results import SUMMARY, RunDirectory, by_setting, table
 from tnvp.training import Fit, TrainingError
 
 SMALL = ["epochs=3", "model.widths=[32,16]", "optimizer.lr=0.1", "tracking=none", "progress=false"]
@@ -87,12 +88,82 @@ def test_scratch_trains_the_widths_that_pruning_ends_with_for_as_many_steps(star
     assert set(directory.metrics()["widths/fc1"].dropna()) == {8}
 
 
+@pytest.fixture
+def finetuned_with(monkeypatch):
+    """The model and the optimizer, as it was, that each phase began with: phase → (model, optimizer, its state)."""
+    phases, real = {}, experiment.train
+
+    def train(model, optimizer, *arguments, **keywords):
+        state = [(p, {k: torch.as_tensor(v).clone() for k, v in s.items()}) for p, s in optimizer.state.items()]
+        phases[keywords["phase"]] = (model, optimizer, state)
+        return real(model, optimizer, *arguments, **keywords)
+
+    monkeypatch.setattr(experiment, "train", train)
+    return phases
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_optimizer_after_the_event_is_what_was_asked_for(optimizer, started, finetuned_with):
+    """Whatever becomes of the state, every parameter is trained, once."""
+    rates = {}
+    for how in ("carried", "reset", "fresh"):
+        _, _, directory = started(f"pruning.optimizer_state={how}", f"optimizer={optimizer}", "trunks=null")
+        (_, before, _), (model, after, state) = finetuned_with["dense"], finetuned_with["finetune"]
+        assert (before is after) == (how != "fresh")
+        held = [p for group in after.param_groups for p in group["params"]]
+        assert list(map(id, held)) == list(map(id, model.parameters()))
+        if how == "carried":
+            assert {id(p) for p, _ in state} == set(map(id, held))
+            assert all(v.shape == p.shape for p, values in state for v in values.values() if v.numel() > 1)
+            assert any(v.any() for _, values in state for k, v in values.items() if k != "step")
+        else:
+            assert state == []
+        rates[how] = directory.metrics().query("phase == 'finetune' and step % 10 == 0")["learning_rate"].to_numpy()
+    assert len(rates["fresh"]) == 5 and (rates["carried"] == rates["reset"]).all()
+    # The first record is of step 40, the 7th after the event; each tells the rate of the next step.
+    warm = [min(1, (step - 33 + 1) / 50) for step in (40, 50, 60, 70, 80)]
+    assert rates["fresh"] == pytest.approx(rates["carried"] * warm)
+
+
+def test_what_becomes_of_the_optimizers_state_stands_in_the_table_and_keeps_the_trunk(started):
+    made = [started(f"pruning.optimizer_state={how}")[0] for how in ("carried", "reset", "fresh")]
+    rows = table(experiment.run_path(made[0]).parent)
+    assert set(rows["config.pruning.optimizer_state"]) == {"carried", "reset", "fresh"}
+    assert rows["trunk_hash"].nunique() == rows["test_accuracy_pruned"].nunique() == 1
+    assert rows["test_accuracy"].nunique() > 1
+    assert len(by_setting(rows)) == 3, "they are never averaged together"
+
+
 def test_gradual_follows_its_schedule(started):
     _, _, directory = started(*KINDS["gradual"], "pruning.sparsity=0.5")
     requested = [event["requested"]["sparsity"] for event in directory.events()]
     assert requested == pytest.approx([0.5 * (1 - (1 - t / 20) ** 3) for t in (5, 10, 15, 20)])
     achieved = [event["neuron_sparsity"] for event in directory.events()]
     assert achieved == pytest.approx(requested, abs=1 / 48)
+
+
+def test_training_flops_sum_up_what_each_step_cost(started):
+    def cost(*widths: int) -> int:
+        return 2 * sum(a * b for a, b in pairwise((64, *widths, 10)))
+
+    images = len(data.load("digits").train)
+    one_shot, none, scratch = (
+        started(f"pruning={kind}", *more)[1]["training_flops"]
+        for kind, *more in (
+            ("one_shot", "pruning.finetune_epochs=2"),
+            ("none",),
+            ("scratch", "pruning.finetune_epochs=2"),
+        )
+    )
+    assert one_shot == images * (3 * cost(32, 16) + 2 * cost(16, 8))
+    assert none == images * 3 * cost(32, 16) and scratch == images * 5 * cost(16, 8)
+    _, gradual, directory = started(*KINDS["gradual"])
+    widths = [(32, 16), *(tuple(g["width_after"] for g in event["groups"]) for event in directory.events())]
+    expected = sum(cost(*w) * n for w, n in zip(widths, (10, 5, 5, 5, 8), strict=True))
+    assert gradual["training_flops"] == pytest.approx(images / 11 * expected, rel=1e-9)
+    assert gradual["training_flops"] < none
+    masked = started(*KINDS["gradual"], "pruning.mode=mask")[1]
+    assert masked["training_flops"] == none, "a mask saves nothing"
 
 
 def test_an_event_carries_its_certificate(started):

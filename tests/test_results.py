@@ -67,6 +67,7 @@ def summary(whole: dict, **changes) -> dict:
         "flops_reduction": sparsity,
         "parameters": int(40000 * (1 - sparsity)),
         "flops": int(80000 * (1 - sparsity)),
+        "training_flops": int(80000 * 500 * (1 - sparsity / 2)),
         "bytes": 160000,
         "seconds": 31.5,
         "criterion": name,
@@ -315,7 +316,7 @@ def test_the_table_of_a_mixed_tree(tmp_path):
         table = results.table(tmp_path)
     assert list(table["run"]) == ["a/tnvp", "b/l1-0.5-1"]
     names = list(table)
-    assert names[:19] == ["run", *run_directory.SUMMARY] and names[19:] == sorted(names[19:])
+    assert names[:20] == ["run", *run_directory.SUMMARY] and names[20:] == sorted(names[20:])
     assert list(table["config.model.widths"]) == ["[8]", "[48, 24]"]
     assert list(table["config.optimizer.lr"]) == [1, 0.1]
     dtypes = {
@@ -481,6 +482,8 @@ def test_other_columns_are_paired_too_each_criterion_apart(tmp_path, capsys):
     runs = tmp_path / "runs"
     found = results.paired(results.table(runs), "affine", "mean", by="compensation")
     assert found[["criterion", "n", "difference"]].values.tolist() == [["l1", 2, 4.5], ["variance", 2, 4.5]]
+    again = results.paired(results.table(runs), "affine", "mean", by="config.pruning.compensation")
+    pd.testing.assert_frame_equal(found, again)
     assert results.main([str(runs), "--paired", "affine", "mean", "--by", "compensation"]) == 0
     assert "affine - mean, at the end" in (said := capsys.readouterr().out) and "4.50 ± 6.35" in said
     assert results.main([str(runs), "--csv", str(tmp_path / "all.csv")]) == 0

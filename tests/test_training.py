@@ -85,6 +85,30 @@ class Spy(Callback):
         self.calls.append("end")
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_warm_up_scales_the_first_steps_of_any_schedule_and_then_leaves_it_alone(name):
+    plain, warm = (
+        rates(make_schedule(name, made, 0.2, 30, warmup), made)
+        for made, warmup in ((sgd(nn.Linear(2, 2)), 0), (sgd(nn.Linear(2, 2)), 10))
+    )
+    assert warm[:10] == pytest.approx([lr * (k + 1) / 10 for k, lr in enumerate(plain[:10])])
+    assert warm[10:] == pytest.approx(plain[10:])
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+
+def rates(schedule, optimizer) -> list[float]:
+    """The learning rate of each of 30 steps."""
+    found = []
+    for _ in range(30):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
 def test_callbacks_are_called_in_order():
     spy = Spy()
     fitted(nn.Linear(5, 2), epochs=1, callbacks=[spy])

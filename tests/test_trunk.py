@@ -48,6 +48,7 @@ def test_a_run_is_the_same_bit_for_bit_with_a_trunk_and_without(tmp_path, traini
         ["pruning.criterion=variance"],
         ["pruning.criterion=variance", "pruning.window=ema"],
         ["pruning.criterion=variance", "pruning.window=since_prune", "pruning.scope=global"],
+        ["pruning.criterion=variance", "pruning.window=calibration"],
         ["pruning.criterion=variance_preactivation", "pruning.compensation=act_of_mean"],
         ["pruning.criterion=taylor", "pruning.compensation=none"],
         ["pruning.criterion=apoz"],
@@ -62,7 +63,7 @@ def test_a_run_is_the_same_bit_for_bit_with_a_trunk_and_without(tmp_path, traini
         assert one.metrics_path.read_bytes() == other.metrics_path.read_bytes()
         assert list(map(without_times, one.events())) == list(map(without_times, other.events()))
         pd.testing.assert_frame_equal(one.traces(), other.traces())
-    assert trainings.count("dense") == 1 + 8 and trainings.count("finetune") == 16
+    assert trainings.count("dense") == 1 + 9 and trainings.count("finetune") == 18
     assert len(trunks(tmp_path / "a")) == 1 and not (tmp_path / "b" / ".trunks").exists()
 
 

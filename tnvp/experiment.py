@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -77,6 +77,7 @@ class Study:
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
+        self.warmup_steps = 0  # of the phases from here on
         self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
         self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
@@ -87,6 +88,7 @@ class Study:
         if pruning.name == "one_shot":
             self.train_trunk()
             self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+            self.renew_optimizer()
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
         elif pruning.name == "scratch":
             self.narrow()
@@ -120,6 +122,15 @@ class Study:
                 return
         self.go_on_from(kept)
         self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+
+    def renew_optimizer(self) -> None:
+        """After the event: carry the optimizer's state on, empty it, or begin with another optimizer."""
+        how = self.config.pruning.optimizer_state
+        if how == "reset":
+            self.optimizer.state.clear()
+        elif how == "fresh":
+            self.optimizer = self.pruner.optimizer = make_optimizer(self.config, self.model)
+            self.warmup_steps = self.config.pruning.warmup_steps
 
     def narrow(self) -> None:
         """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
@@ -168,7 +179,9 @@ class Study:
         self.step = train(
             self.model,
             self.optimizer,
-            make_schedule(config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch),
+            make_schedule(
+                config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch, self.warmup_steps
+            ),
             lambda: data.batches(images, images.train, config.batch_size, generator=self.shuffle, augment=augment),
             epochs=epochs,
             steps_per_epoch=self.steps_per_epoch,
@@ -211,7 +224,6 @@ class Study:
         config, pruner, event = self.config, self.pruner, self.event
         before, after = (event.dense, event.pruned) if event and event.pruned else (self.model, None)
         test, narrow = self.images.test, config.pruning.name == "scratch"  # which never was a dense network
-        one_image = (self.images.train.images[:1].float(),)
         hashes = self.directory.environment
         return {
             "test_accuracy_dense": None if narrow else self.measure(test, before)["accuracy"],
@@ -219,7 +231,8 @@ class Study:
             "test_accuracy": self.measure(test, self.model)["accuracy"],
             **pruner.reductions(),
             "parameters": parameter_count(self.model),
-            "flops": flop_count(self.model, one_image),
+            "flops": self.flops(self.model),
+            "training_flops": self.training_flops(before),
             "bytes": self.directory.model_path.stat().st_size,
             "seconds": seconds,
             "criterion": pruner.criterion if event else None,
@@ -228,6 +241,18 @@ class Study:
             "study": config.study,
             **{key: hashes[key] for key in ("config_hash", "trunk_hash", "commit", "hardware")},
         }
+
+    def flops(self, model: nn.Module) -> int:
+        """FLOPs of a forward pass of one image."""
+        return flop_count(model, (self.images.train.images[:1].float(),))
+
+    def training_flops(self, before: nn.Module) -> int:
+        """FLOPs of the forward passes of all training steps, each of the size that the network had then."""
+        events = self.directory.events()
+        sizes = [self.flops(before), *(event["flops"] for event in events)]
+        steps = [0, *(event["step"] for event in events), self.step]
+        images = len(self.images.train) / self.steps_per_epoch  # a step, on average: an epoch's last batch is smaller
+        return round(images * sum(size * (b - a) for size, (a, b) in zip(sizes, pairwise(steps), strict=True)))
 
     def publish(self, summary: dict) -> None:
         """The tracker's copy of what the run directory has at the end."""

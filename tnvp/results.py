@@ -26,6 +26,7 @@ MACHINE_PATHS = [
     "config.trunks",
     "config.dataset.root",
 ]  # nobody else's business: left out of a CSV file
+YOUNGER = ["training_flops"]  # of the summary's columns, those that tables published before lack
 NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
@@ -93,6 +94,7 @@ def published(path: Path) -> pd.DataFrame:
         raise ResultsError(f"there is no table {path}") from error
     except ValueError as error:  # pandas' own errors are of this kind
         raise ResultsError(f"{path} is no table: {error}") from error
+    frame = frame.assign(**{name: pd.NA for name in YOUNGER if name not in frame})
     require_columns(frame, ["run", *SUMMARY, *BASE[:3]], f"rows of {path}")
     return frame.astype({name: dtype for name, dtype in SUMMARY.items() if dtype == "string"})
 
@@ -216,7 +218,7 @@ def paired(
 ) -> pd.DataFrame:
     """How much better ``one`` is than ``other``, in percentage points, as differences between runs of the same seed.
 
-    ``by``: the column that ``one`` and ``other`` are values of, such as "criterion" or "compensation". One row per setting,
+    ``by``: the column that ``one`` and ``other`` are values of, such as "criterion" or "config.pruning.window". One row per setting,
     requested sparsity and, where ``by`` is another column, criterion. Columns: setting, criterion, requested, n (seeds that
     have both), difference (mean) and half (half-width of its 95 % t-interval, NaN for n < 2).
     """
@@ -233,7 +235,8 @@ def differences(
         found = ", ".join(sorted(table["choice"].unique()))
         raise ResultsError(f"no run has {by} {', '.join(sorted(missing))}; there are {found}")
     table, parts = table[table["choice"].isin([one, other])], []
-    for setting, part in by_setting(table.drop(columns=f"config.pruning.{by}", errors="ignore")).items():
+    compared = [f"config.pruning.{by}", *([by] if by.startswith("config.") else [])]
+    for setting, part in by_setting(table.drop(columns=compared, errors="ignore")).items():
         part = part.assign(criterion="" if by == "criterion" else part["criterion"].fillna("none"))
         for (criterion, asked), runs in part.groupby(["criterion", "requested"], dropna=False):
             means = runs.groupby(["seed", "choice"])[accuracy].mean().unstack().reindex(columns=[one, other])

@@ -24,7 +24,7 @@ import yaml
 ACCURACIES = ["test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"]
 SUMMARY = {  # summary.json keys -> dtype in the table, in column order
     **dict.fromkeys([*ACCURACIES, "neuron_sparsity", "parameter_sparsity", "flops_reduction"], "float64"),
-    **dict.fromkeys(["parameters", "flops", "bytes"], "Int64"),
+    **dict.fromkeys(["parameters", "flops", "training_flops", "bytes"], "Int64"),
     "seconds": "float64",
     "criterion": "string",
     "compensation": "string",

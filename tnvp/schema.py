@@ -14,7 +14,7 @@ from .models import ACTIVATIONS, LIBRARIES, ModelError, check_name
 from .pruning.compensation import COMPENSATIONS
 from .pruning.criteria import CRITERIA
 from .pruning.evidence import COUPLINGS
-from .pruning.recorder import WINDOWS
+from .pruning.pruner import LOOKS_AT
 from .pruning.selection import NORMALIZATIONS, SCOPES
 from .pruning.surgery import MODES
 from .training import PRECISIONS, SCHEDULES
@@ -42,6 +42,7 @@ class Checked:
         return iter(())
 
 
+OPTIMIZER_STATES = ("carried", "reset", "fresh")
 LABEL = (r"(?!\.\.?$)[^/\\]+", "a name that a file could have: not empty, no slashes")
 PATH = (r".+", "a path, not empty")
 
@@ -262,8 +263,9 @@ class ActivePruning(Pruning):
     """Neurons that every layer keeps at least."""
     round_to: int = number("[1, inf)")
     """Widths are kept at multiples of this; 1: any width."""
-    window: str = one_of(WINDOWS)
-    """Which steps the moments cover: all since the start, since the last event, or an exponential average."""
+    window: str = one_of(LOOKS_AT)
+    """What scores look at: all steps since the start, those since the last event, their exponential average, or, instead of
+    training, the calibration pass at the event."""
     calibration_batches: int = number("[1, inf)")
     """Training batches of the pass in eval mode that means for the compensation are measured on."""
     bn_recalibrate: int = number("[0, inf)")
@@ -278,6 +280,8 @@ class ActivePruning(Pruning):
     def conflicts(self) -> Iterator[str]:
         for name in sorted({name for name in self.ignore if self.ignore.count(name) > 1}):
             yield f"pruning.ignore={self.ignore} names {name!r} more than once"
+        if self.criterion == "taylor" and self.window == "calibration":
+            yield "pruning.criterion=taylor needs gradients, and pruning.window=calibration has none: choose another of either"
 
 
 @dataclass
@@ -292,6 +296,11 @@ class OneShot(ActivePruning):
     """Epochs after it."""
     finetune_lr_factor: float = number("(0, inf)")
     """Learning rate of these, as a multiple of `optimizer.lr`."""
+    optimizer_state: str = one_of(OPTIMIZER_STATES)
+    """The optimizer's state after the event: carried over and cut like the weights; reset, the same optimizer without any;
+    fresh, a new optimizer with a warm-up."""
+    warmup_steps: int = number("[1, inf)")
+    """Steps of that warm-up, over which the learning rate rises linearly from 0 to what the schedule says."""
 
     def trunk(self) -> dict:
         return {"dense_epochs": self.dense_epochs}

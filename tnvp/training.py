@@ -37,12 +37,39 @@ class TrainingError(ValueError):
     """Training can't go on: the loss is no number, or the device is out of memory."""
 
 
-def make_schedule(name: str, optimizer: Optimizer, lr: float, steps: int) -> LRScheduler:
-    """A learning-rate schedule over ``steps`` steps from or around the peak ``lr``, whatever the optimizer held before."""
+class WarmUp:
+    """A schedule whose step k, counted from 1, has the learning rate times k/steps, until k = steps."""
+
+    def __init__(self, schedule: LRScheduler, steps: int):
+        self.schedule, self.steps, self.step_number = schedule, steps, 1
+        self._scale()
+
+    def step(self) -> None:
+        for group, lr in zip(self.schedule.optimizer.param_groups, self._unscaled, strict=True):
+            group["lr"] = lr  # some schedules compute a rate from the one before
+        self.schedule.step()
+        self.step_number += 1
+        self._scale()
+
+    def _scale(self) -> None:
+        groups = self.schedule.optimizer.param_groups
+        self._unscaled = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * min(1.0, self.step_number / self.steps)
+
+
+def make_schedule(
+    name: str, optimizer: Optimizer, lr: float, steps: int, warmup_steps: int = 0
+) -> LRScheduler | WarmUp:
+    """A learning-rate schedule over ``steps`` steps from or around the peak ``lr``, whatever the optimizer held before.
+
+    Its first ``warmup_steps`` steps are scaled, linearly from 0 to 1.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         group.pop("initial_lr", None)
-    return SCHEDULES[name](optimizer, lr, steps)
+    schedule = SCHEDULES[name](optimizer, lr, steps)
+    return WarmUp(schedule, warmup_steps) if warmup_steps else schedule
 
 
 class Totals(NamedTuple):
@@ -117,7 +144,7 @@ class Callback:
 def train(
     model: nn.Module,
     optimizer: Optimizer,
-    schedule: LRScheduler,
+    schedule: LRScheduler | WarmUp,
     epoch_batches: Callable[[], Batches],
     *,
     epochs: int,

@@ -256,7 +256,7 @@ def test_a_number_may_come_from_numpy():
 BAD_PRUNERS = {
     "criterion": ({"criterion": "variances"}, r"criterion 'variances'.*variance.*l1"),
     "compensation": ({"compensation": "median"}, r"compensation 'median'.*none.*mean"),
-    "window": ({"window": "epoch"}, r"window 'epoch'.*cumulative"),
+    "window": ({"window": "epoch"}, r"window 'epoch'.*cumulative.*calibration"),
     "ignore": ({"ignore": ["head"]}, r"ignore.*'head'.*0, 2, 4"),
     "ignore, one name": ({"ignore": "head"}, r"'head'"),
     "no inputs": ({"example_inputs": None}, r"example_inputs.*groups"),
@@ -383,6 +383,24 @@ def test_calibration_serves_the_scores_wherever_the_window_is_empty():
     pruner = watched(model, window="since_prune")
     pruner.prune(sparsity=0.2, calibration=[X])
     assert pruner.prune(sparsity=0.5, calibration=[X]).neuron_sparsity == pytest.approx(11 / 20)
+
+
+@pytest.mark.parametrize("criterion", ["variance", "variance_preactivation", "apoz"])
+def test_the_calibration_window_scores_the_events_batches_whatever_was_recorded(criterion):
+    """As if nothing had been recorded; the trace is there all the same."""
+    options = {"criterion": criterion, "window": "calibration"}
+    model, scores = mlp(), []
+    for loop in ([], [X], [10 * X + 3]):
+        pruner = tnvp.Pruner(copy.deepcopy(model), example_inputs=X, **options)
+        with pruner.record():
+            for x in loop:
+                pruner.model(x)
+        pruner.close_window()
+        assert len(pruner.trace) == len(loop) * 2
+        scores.append(torch.cat([group.scores for group in pruner.prune(sparsity=0.5, calibration=[X]).groups]))
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+    with pytest.raises(PruningError, match=r"calibration=…"):
+        pruner.prune(sparsity=0.6)
 
 
 def test_calibration_runs_in_eval_mode_and_leaves_statistics_and_modes_alone():

@@ -42,11 +42,13 @@ from .optimizer_state import (
     trained_names,
     warn_of_strangers,
 )
-from .recorder import Recorder, TraceRow
+from .recorder import WINDOWS, Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
 from .surgery import MODES, Cuts, check_masked, cuts_for, execute, plan
 from .trial import failing
+
+LOOKS_AT = (*WINDOWS, "calibration")  # what scores look at: a window of the recording, or the batches of the event
 
 
 class Pruner:
@@ -57,7 +59,8 @@ class Pruner:
         optimizer: its optimizer, or several in a list, which follow every event; None if there is none yet.
         example_inputs: what one forward pass takes, a tensor or a tuple; traces the network and counts FLOPs.
         criterion: a name in `CRITERIA`. compensation: a name in `COMPENSATIONS`.
-        window: what scores look at: "cumulative", "since_prune" or "ema".
+        window: what scores look at: "cumulative", "since_prune" or "ema" of what was recorded, or "calibration", the eval-mode
+            pass at the event alone.
         ignore: names of layers whose neurons stay.
         groups: neuron groups by hand, for networks that can't be traced.
         averaged: averaged copies of the model (EMA, SWA), cut alike; may be set later.
@@ -91,6 +94,7 @@ class Pruner:
         choose("compensation", compensation, COMPENSATIONS)
         choose("coupled", coupled, COUPLINGS)
         choose("mode", mode, MODES)
+        choose("window", window, LOOKS_AT)
         if example_inputs is None and groups is None:
             raise PruningError("give example_inputs (to trace the network) or groups (by hand)")
         self.model, self.optimizer = model, as_optimizers(optimizer)
@@ -113,7 +117,11 @@ class Pruner:
         self._original = {group.name: group.size for group in self.groups if group.prunable}
         self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
-        self._recorder = Recorder(model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), window)
+        self._looks_at = window
+        recorded = window if window in WINDOWS else "cumulative"
+        self._recorder = Recorder(
+            model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), recorded
+        )
         self._recorder.wants_inputs = self._inputs is None
 
     # Recording.
@@ -196,8 +204,8 @@ class Pruner:
         times its layer's mean; on standard deviations for the variance criteria), ``flops_reduction`` or
         ``parameter_reduction`` (fractions of the original network). ``scope`` "layer" or "global" says where neurons
         compete; with "global", ``normalize`` "mean", "max" or "l2" divides the scores of each group by that of its own
-        first. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode
-        moments serve the compensation (and the scores, if nothing was recorded or the criterion is "obs"), and they measure
+        first. ``calibration``: a loader or batches, each a tensor or an (x, y) pair, held in memory: their eval-mode moments serve
+        the compensation (and the scores, if nothing was recorded, the window is "calibration" or the criterion "obs"), and they measure
         ``output_error`` and the certificate. ``bn_recalibrate``: batches on which running statistics are measured anew
         afterwards. ``mode``: as in the constructor, for this event.
 
@@ -320,7 +328,10 @@ class Pruner:
 
     def _scores(self, calibrated: Recorder | None) -> Scores:
         criterion = CRITERIA[self.criterion]
-        asks_calibrated = calibrated is not None and (criterion.asks_now or self._recorder.is_empty)
+        if self._looks_at == "calibration" and calibrated is None:
+            raise PruningError('window="calibration" scores the batches of the event: pass prune(calibration=…)')
+        now = criterion.asks_now or self._recorder.is_empty or self._looks_at == "calibration"
+        asks_calibrated = calibrated is not None and now
         recorder = calibrated if asks_calibrated else self._recorder
         scores = {}
         for group in self.groups:
