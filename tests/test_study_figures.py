@@ -124,3 +124,14 @@ def test_controls_are_found_beside_gradual_runs_that_lack_their_fields(table, tm
     gradual = both[both["config.pruning.name"].isin(["gradual", "scratch"])]
     assert len(controls.pruned_and_scratch(gradual)[1]) == 1
     assert math.isnan(controls.epochs(both.drop(columns="config.pruning.dense_epochs")).iloc[0])
+
+
+def test_settings_that_differ_beside_the_compensation_have_a_figure_each(table):
+    parts = [
+        table.assign(**{"config.pruning.compensation": how, "config.pruning.finetune_epochs": epochs})
+        for how in ("mean", "affine")
+        for epochs in (0, 5)
+    ]
+    both = pd.concat(parts, ignore_index=True).assign(run=lambda rows: rows.index.astype(str))
+    drawn = figures.of_table(both, "accuracy_by_compensation", "make figures")
+    assert len(drawn) == 2 and all("finetune_epochs" in title for title in drawn)

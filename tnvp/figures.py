@@ -92,10 +92,10 @@ def _by_compensation(pruned: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
     column = "config.pruning.compensation"
     if column not in pruned:
         return
-    fields = [name for name in results.setting_fields(pruned) if name != column]
-    for _, rows in pruned.groupby(fields, dropna=False):
+    for title, part in results.by_setting(pruned.drop(columns=column)).items():
+        rows = pruned.loc[part.index]
         if rows[column].nunique() > 1:
-            yield ", ".join(rows[results.BASE[:3]].iloc[0]), rows
+            yield title, rows
 
 
 def _by_criterion(root: Path, pruned: pd.DataFrame, command: str) -> Iterator[tuple[str, Figure]]:
