@@ -5,7 +5,7 @@ Shapes: P positions of what a consumer reads, R of them removed and K kept, O it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from .layers import (
     with_layer_input,
 )
 from .moments import as_samples
+from .obs import DAMPING
 from .recorder import Recorder
 
 COMPENSATIONS: dict[str, str | None] = {  # name → the signal it needs
@@ -38,7 +39,6 @@ COMPENSATIONS: dict[str, str | None] = {  # name → the signal it needs
     "mean": "activation",
     "affine": "covariance",
 }
-RIDGE = 1e-6  # λ as a fraction of the covariance's mean diagonal
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,27 @@ def stand_ins(
     inequality not the mean behind a curved activation). ``affine``: E[h_R] + B(h_K − E[h_K]) with B = C_RK (C_KK + λI)⁻¹, the
     least-squares prediction from what stays. ``none``: 0.
     """
-    widths = {consumer: width(model.get_submodule(consumer), "in") for consumer in kept}
+    if name == "none":
+        return uniform_stand_ins(model, kept, lambda module: 0.0)
     if name == "affine":
+        widths = {consumer: width(model.get_submodule(consumer), "in") for consumer in kept}
         return {consumer: _affine(recorder, consumer, kept[consumer], size) for consumer, size in widths.items()}
     if name == "mean":
         constants = {consumer: _mean(recorder, consumer, "in") for consumer in kept}
-    elif name == "act_of_mean":
-        constants = _act_of_mean(model, list(groups), recorder, example_inputs)
     else:
-        constants = {consumer: torch.zeros(size) for consumer, size in widths.items()}
+        constants = _act_of_mean(model, list(groups), recorder, example_inputs)
     return {consumer: constant_stand_in(constants[consumer], kept[consumer]) for consumer in kept}
+
+
+def uniform_stand_ins(
+    model: nn.Module, kept: dict[str, Tensor], value: Callable[[nn.Module], float]
+) -> dict[str, StandIn]:
+    """Consumer → the one constant ``value(consumer)`` at every position that it loses."""
+    stand_ins = {}
+    for name, stays in kept.items():
+        module = model.get_submodule(name)
+        stand_ins[name] = constant_stand_in(torch.full((width(module, "in"),), value(module)), stays)
+    return stand_ins
 
 
 def constant_stand_in(constant: Tensor, kept: Tensor) -> StandIn:
@@ -133,7 +144,7 @@ def _affine(recorder: Recorder, consumer: str, kept: Tensor, size: int) -> Stand
 def regression(covariance: Tensor, removed: Tensor, kept: Tensor) -> Tensor:
     """B = C_RK (C_KK + λI)⁻¹ [R, K]: the ridge prediction of what is removed from what is kept."""
     inner = covariance[kept][:, kept]
-    ridge = RIDGE * covariance.diagonal().mean()
+    ridge = DAMPING * covariance.diagonal().mean()
     if not bool(ridge > 0):
         return covariance.new_zeros(len(removed), len(kept))
     inner = inner + ridge * torch.eye(len(kept), dtype=inner.dtype)

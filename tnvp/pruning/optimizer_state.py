@@ -95,7 +95,7 @@ def execute_migration(optimizer: Optimizer, migration: Migration) -> None:
 
 def check_membership(model: nn.Module, optimizers: Sequence[Optimizer], known: set[str]) -> None:
     """Prove that every parameter that was trained before (``known`` names) is in the optimizers exactly once."""
-    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    held = _held(optimizers)
     if len(held) != len(set(held)):
         raise PruningError("the optimizers hold a parameter twice")
     missing = [name for name, p in model.named_parameters() if name in known and id(p) not in set(held)]
@@ -131,7 +131,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
         if not _held_names(model, optimizer):
             raise PruningError("the optimizer holds none of the model's parameters: was it made for another copy?")
-    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    held = _held(optimizers)
     if len(held) != len(set(held)):
         raise PruningError("the optimizers hold a parameter twice: give each optimizer once, and each parameter one")
 
@@ -143,8 +143,13 @@ def trained_names(model: nn.Module, optimizers: Iterable[Optimizer], changes: It
     return trained | {f"{c.layer}.{c.tensor}" for c in changes if c.old is None and names.get(id(c.beside)) in trained}
 
 
+def _held(optimizers: Iterable[Optimizer]) -> list[int]:
+    """The ids of all parameters that the optimizers hold."""
+    return [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def _held_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set(_held([optimizer]))
     return {name for name, p in model.named_parameters() if id(p) in held}
 
 

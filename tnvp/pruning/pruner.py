@@ -24,14 +24,13 @@ from .channels import (
     shapes,
     shrink,
 )
-from .compensation import COMPENSATIONS, StandIn, constant_stand_in, replacing, stand_ins
+from .compensation import COMPENSATIONS, StandIn, replacing, stand_ins, uniform_stand_ins
 from .cost import Savings, parameter_count
 from .criteria import CRITERIA
 from .errors import PruningError, choose
 from .evidence import COUPLINGS, evidence_for
 from .floors import with_floors
 from .graph import find_groups
-from .layers import width
 from .optimizer_state import (
     as_list,
     as_optimizers,
@@ -45,7 +44,7 @@ from .optimizer_state import (
 from .recorder import WINDOWS, Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
-from .surgery import MODES, Cuts, check_masked, cuts_for, execute, plan
+from .surgery import MODES, Cuts, check_masked, cuts_for, execute, plan, positions_read
 from .trial import failing
 
 LOOKS_AT = (*WINDOWS, "calibration")  # what scores look at: a window of the recording, or the batches of the event
@@ -269,9 +268,8 @@ class Pruner:
         """Everything is done on a copy first, and told; then on the network itself."""
         cuts = cuts_for(self.groups, kept)
         cut_groups = [g for g in self.groups if g.name in kept and len(kept[g.name]) < g.size]
-        read = {layer: stays for (layer, side), stays in cuts.items() if side == "in"}
         how = self.compensation if scores is not None else "none"
-        taken = stand_ins(how, self.model, cut_groups, read, calibrated or self._recorder, self._inputs)
+        taken = stand_ins(how, self.model, cut_groups, positions_read(cuts), calibrated or self._recorder, self._inputs)
         present = self._living() if mode == "mask" else {g.name: torch.arange(g.size) for g in self.groups}
         twin = copy_of(self.model)
         execute(twin, plan(twin, cuts, taken, mode), cuts)
@@ -368,7 +366,7 @@ class Pruner:
             root = CRITERIA[self.criterion].is_variance
             return keep_by_threshold({n: s.sqrt() if root else s for n, s in scores.items()}, value, limits)
         measure = getattr(self._savings, budget)
-        if measure(self.model) is None:
+        if budget == "flops_reduction" and self._inputs is None:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
 
         def reduction(chosen: Kept) -> float:
@@ -383,8 +381,7 @@ class Pruner:
         """What makes a consumer without a bias get one, which counts."""
         if self.compensation == "none":
             return {}
-        read = {layer: kept for (layer, side), kept in cuts.items() if side == "in"}
-        return {n: constant_stand_in(torch.ones(width(self.model.get_submodule(n), "in")), k) for n, k in read.items()}
+        return uniform_stand_ins(self.model, positions_read(cuts), lambda module: 1.0)
 
     def _operate(self, kept: Kept, cuts: Cuts, taken: dict[str, StandIn], mode: str) -> None:
         """Plan everything, then change everything: nothing after the plans can fail."""

@@ -54,6 +54,11 @@ def cuts_for(groups: Iterable[NeuronGroup], kept: dict[str, Tensor]) -> Cuts:
     return {where: mask.nonzero().flatten() for where, mask in alive.items() if not mask.all()}
 
 
+def positions_read(cuts: Cuts) -> dict[str, Tensor]:
+    """Consumer → the positions that stay of what it reads."""
+    return {layer: kept for (layer, side), kept in cuts.items() if side == "in"}
+
+
 def plan(model: nn.Module, cuts: Cuts, stand_ins: dict[str, StandIn], mode: str = "rebuild") -> list[ParameterChange]:
     """All tensors that change, already made; the model is untouched.
 
@@ -156,9 +161,9 @@ def is_masked(model: nn.Module) -> bool:
 
 def check_masked(model: nn.Module, cuts: Cuts) -> None:
     """Raise where a consumer reads, with weights that are not zero any more, positions that ``cuts`` would remove."""
-    for (layer, side), kept in cuts.items():
+    for layer, kept in positions_read(cuts).items():
         module = model.get_submodule(layer)
-        for name, dim in kind_of(module).inputs.items() if side == "in" else ():
+        for name, dim in kind_of(module).inputs.items():
             weight = getattr(module, name).detach()
             if bool(weight.index_select(dim, complement(kept, weight.shape[dim]).to(weight.device)).any()):
                 raise PruningError(

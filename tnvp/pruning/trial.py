@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from .attention import become_explicit, leave_nesting
 from .calibration import tensors_in
 from .channels import NeuronGroup, copy_of
-from .compensation import StandIn, constant_stand_in, replacing
+from .compensation import StandIn, replacing, uniform_stand_ins
 from .floors import with_floors
-from .layers import absorbs_constants, width
+from .layers import absorbs_constants
 from .selection import Kept, Limits, top
-from .surgery import Cuts, cuts_for, execute, plan
+from .surgery import Cuts, cuts_for, execute, plan, positions_read
 
 Tolerance = dict[torch.dtype, float]
 DIFFERS = "the network computes something else without it: its code may depend on the width"
@@ -151,13 +151,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _stand_ins(model: nn.Module, cuts: Cuts) -> dict[str, StandIn]:
     """Consumer → 0.5 for what it loses, where its bias takes that exactly; 0 elsewhere."""
-    stand_ins = {}
-    for (layer, side), kept in cuts.items():
-        if side == "in":
-            module = model.get_submodule(layer)
-            value = 0.5 if absorbs_constants(module) else 0.0
-            stand_ins[layer] = constant_stand_in(torch.full((width(module, "in"),), value), kept)
-    return stand_ins
+    return uniform_stand_ins(model, positions_read(cuts), lambda module: 0.5 if absorbs_constants(module) else 0.0)
 
 
 def _equal(found, expected, tolerance: Tolerance) -> bool:
