@@ -71,6 +71,11 @@ class Savings:
         self.inputs = inputs
         self._parameters, self._flops = parameter_count(model), self.flops(model)
 
+    @property
+    def knows_flops(self) -> bool:
+        """Whether there were FLOPs to save."""
+        return bool(self._flops)
+
     def flops(self, model: nn.Module) -> int | None:
         return None if self.inputs is None else flop_count(model, on_device_of(model, self.inputs))
 
@@ -80,4 +85,4 @@ class Savings:
 
     def flops_reduction(self, model: nn.Module) -> float | None:
         """Fraction of the original FLOPs that is gone."""
-        return 1 - self.flops(model) / self._flops if self._flops else None
+        return 1 - self.flops(model) / self._flops if self.knows_flops else None

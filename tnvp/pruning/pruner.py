@@ -366,7 +366,7 @@ class Pruner:
             root = CRITERIA[self.criterion].is_variance
             return keep_by_threshold({n: s.sqrt() if root else s for n, s in scores.items()}, value, limits)
         measure = getattr(self._savings, budget)
-        if budget == "flops_reduction" and self._inputs is None:
+        if budget == "flops_reduction" and not self._savings.knows_flops:
             raise PruningError("flops_reduction counts FLOPs on a forward pass: give the Pruner example_inputs")
 
         def reduction(chosen: Kept) -> float:
