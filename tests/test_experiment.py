@@ -57,6 +57,7 @@ def test_a_run_leaves_what_the_contract_says(kind, started):
     assert set(traces["group"]) == {"fc1", "fc2"} and (traces["variance"] >= 0).all()
     assert len(events) == {"none": 0, "one_shot": 1, "gradual": 4, "threshold": 3}[kind]
     model = tnvp.load(directory.model_path)
+    assert directory.summary["widths"] == f"{model.fc1.out_features}-{model.fc2.out_features}"
     assert [model.fc1.out_features, model.fc2.out_features] == per_epoch.iloc[-1][["widths/fc1", "widths/fc2"]].tolist()
     assert table(directory.path.parent)["run"].tolist() == [directory.path.name]
 

@@ -69,6 +69,7 @@ def summary(whole: dict, **changes) -> dict:
         "flops": int(80000 * (1 - sparsity)),
         "training_flops": int(80000 * 500 * (1 - sparsity / 2)),
         "bytes": 160000,
+        "widths": "-".join(str(round(width * (1 - sparsity))) for width in WIDTHS.values()),
         "seconds": 31.5,
         "criterion": name,
         "compensation": pruning.get("compensation"),

@@ -234,6 +234,7 @@ class Study:
             "flops": self.flops(self.model),
             "training_flops": self.training_flops(before),
             "bytes": self.directory.model_path.stat().st_size,
+            "widths": "-".join(map(str, pruner.widths.values())),
             "seconds": seconds,
             "criterion": pruner.criterion if event else None,
             "compensation": pruner.compensation if event else None,

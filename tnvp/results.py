@@ -26,7 +26,7 @@ MACHINE_PATHS = [
     "config.trunks",
     "config.dataset.root",
 ]  # nobody else's business: left out of a CSV file
-YOUNGER = ["training_flops"]  # of the summary's columns, those that tables published before lack
+YOUNGER = ["training_flops", "widths"]  # of the summary's columns, those that tables published before lack
 NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for in
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.

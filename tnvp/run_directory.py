@@ -25,6 +25,7 @@ ACCURACIES = ["test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"]
 SUMMARY = {  # summary.json keys -> dtype in the table, in column order
     **dict.fromkeys([*ACCURACIES, "neuron_sparsity", "parameter_sparsity", "flops_reduction"], "float64"),
     **dict.fromkeys(["parameters", "flops", "training_flops", "bytes"], "Int64"),
+    "widths": "string",  # of the prunable groups, as 60-20
     "seconds": "float64",
     "criterion": "string",
     "compensation": "string",
