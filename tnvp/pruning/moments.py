@@ -46,24 +46,31 @@ class Moments:
     @torch.no_grad()
     def update(self, x: Tensor, dim: int = -1) -> None:
         """Add the samples of ``x`` (any shape; neurons along ``dim``, the last by default)."""
-        samples = as_samples(x.detach(), dim)
-        if samples.shape[0]:
-            self.merge(Moments.of(samples, self.tracks_covariance, self.locations))
+        if x.numel():
+            self.merge(Moments.of(x.detach(), dim, self.tracks_covariance, self.locations))
 
     @classmethod
-    def of(cls, samples: Tensor, covariance: bool = False, locations: int = 1) -> Moments:
-        """Two-pass moments of one batch [B, N]."""
+    def of(cls, x: Tensor, dim: int = -1, covariance: bool = False, locations: int = 1) -> Moments:
+        """Two-pass moments of one batch of any shape, neurons along ``dim``.
+
+        The deviations' own mean r is what rounding left of the first pass (Chan, Golub and LeVeque 1983, "corrected
+        two-pass"). Plain sums are 5 to 17 times as fast on a CPU as torch.var_mean, which updates sample by sample.
+        """
         new = cls(covariance, locations)
-        samples = samples if samples.dtype in (torch.float32, torch.float64) else samples.float()
-        variance, mean = torch.var_mean(samples, dim=0, correction=0)
-        accumulator = _accumulator(samples)
-        new.count = samples.shape[0]
-        new.mean = mean.to(accumulator)
-        new._m2 = variance.to(accumulator) * new.count
-        if covariance:
-            deviations = (samples - mean).to(accumulator)  # float64 also keeps autocast and TF32 out of the product
-            deviations = deviations.unflatten(1, (-1, locations)).movedim(1, -1).flatten(0, 1)  # [B·L, U]
-            new._comoment = deviations.T @ deviations
+        x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        x, dim = (x, dim % x.dim()) if x.dim() > 1 else (x[None], 1)
+        others = [d for d in range(x.dim()) if d != dim]
+        new.count = x.numel() // x.shape[dim]
+        mean = x.mean(others, keepdim=True)
+        deviations = x - mean
+        accumulator = _accumulator(x)
+        rest = deviations.mean(others).to(accumulator)
+        new.mean = mean.flatten().to(accumulator) + rest
+        new._m2 = (deviations.square().mean(others).to(accumulator) - rest.square()) * new.count
+        if covariance:  # float64 also keeps autocast and TF32 out of the product
+            centred = as_samples(deviations, dim).to(accumulator) - rest
+            centred = centred.unflatten(1, (-1, locations)).movedim(1, -1).flatten(0, 1)  # [B·L, U]
+            new._comoment = centred.T @ centred
         return new
 
     @torch.inference_mode(False)  # an inference tensor could not be added to later

@@ -20,7 +20,7 @@ from .attention import explicit_attention
 from .channels import NeuronGroup
 from .errors import PruningError
 from .layers import ATTENTION, channel_dim, kind_of, layer_input, tensor_of
-from .moments import DecayingMoments, Moments, as_samples
+from .moments import DecayingMoments, Moments
 
 Signal = tuple[str, str]  # (layer, "in" or "out")
 Stream = tuple[str, str, str]  # a signal and the quantity that is kept of it
@@ -175,17 +175,16 @@ class Recorder:
 
     @torch.compiler.disable
     def observe(self, signal: Signal, x: Tensor, channel: int) -> None:
-        samples = as_samples(x.detach(), channel)
-        if self._paused or samples.shape[0] == 0:
+        if self._paused or x.numel() == 0:
             return
         with torch.no_grad():
-            wide = self._covariance_stream(signal)
-            batch = Moments.of(samples) if wide is None else Moments.of(samples, True, wide.locations)
+            seen, wide = x.detach(), self._covariance_stream(signal)
+            batch = Moments.of(seen, channel) if wide is None else Moments.of(seen, channel, True, wide.locations)
             self._merge((*signal, "value"), batch)
             if wide is not None:
                 wide.merge(batch)
             if (*signal, "nonzero") in self._current:
-                self._merge((*signal, "nonzero"), Moments.of((samples != 0).float()))
+                self._merge((*signal, "nonzero"), Moments.of((seen != 0).float(), channel))
         if (*signal, "taylor") in self._current and x.requires_grad and torch.is_grad_enabled():
             x.register_hook(self._gradient_hook(signal, x.detach(), channel))
         if signal == self._signals[0]:
@@ -207,7 +206,7 @@ class Recorder:
             product = x.to(torch.promote_types(x.dtype, torch.float32)) * gradient
             # A GradScaler's first steps overflow and are skipped: they don't count here either.
             product = torch.where(product.isfinite().all(), product, torch.zeros_like(product))
-            self._merge((*signal, "taylor"), Moments.of(as_samples(product, channel)))
+            self._merge((*signal, "taylor"), Moments.of(product, channel))
 
         return hook
 
