@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, figures, models, tracking, trunk
+from tnvp import checkpoint, data, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal, trace_table
@@ -260,6 +260,8 @@ class Study:
         self.tracker.summary(summary)
         self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
         if self.tracker.where and len(self.pruner.trace):
+            from tnvp import figures  # matplotlib takes a second to load, and only the tracker's copy has pictures
+
             events = self.directory.events()
             figure = figures.trace_heatmap(self.directory.traces(), events, label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
