@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from socket import gethostname
 from typing import NamedTuple
 
 import hydra
@@ -120,7 +121,9 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     number = f"{facts['number'] + 1}/{TOTAL}" if TOTAL else facts["number"] + 1
     print(f"[{number}]", *facts["overrides"], file=sys.stderr, flush=True)
     searches = does_search(hydra_config)
-    outcome = attempt(cfg, lambda path: note(path=path, state="begun"), wait=searches)
+    outcome = attempt(
+        cfg, lambda path: note(path=path, state="begun", host=gethostname(), pid=os.getpid()), wait=searches
+    )
     note(**outcome)
     if not searches or outcome["status"]:
         return None
