@@ -2,7 +2,7 @@
 
 Every point of a sweep is composed and checked before the first one runs; then Hydra takes over, with whatever launcher it
 was given. At the end a table tells how each point stands. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad
-input (with one message), 130 interrupted.
+input (with one message), 130 or 143 interrupted by SIGINT or SIGTERM: the same command goes on.
 """
 
 import os
@@ -58,9 +58,14 @@ def main() -> int:
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         print(explain(error), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
+        return told(stop)
+
+
+def told(stop: KeyboardInterrupt) -> int:
+    """Say what was interrupted; returns the exit status."""
+    print(str(stop) or "interrupted", file=sys.stderr)
+    return getattr(stop, "status", 130)
 
 
 def run_once(flags: Namespace) -> int:
@@ -80,17 +85,16 @@ def run_sweep(plan: Plan, flags: Namespace) -> int:
     points = [sweep.Point(overrides, experiment.run_path(config).absolute()) for overrides, config in planned]
     before, folder, TOTAL = sweep.complete(points), sweep.own_folder(plan.folder), len(points)
     sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
-    status = 0
+    interrupted = status = 0
     try:
         status = launch()
         sweep.wait(points)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = 130
+    except KeyboardInterrupt as stop:
+        interrupted = told(stop)
     rows = sweep.rows(points, sweep.notes(folder), before)
-    if len(rows) > 1 or status:
+    if len(rows) > 1 or status or interrupted:
         print(sweep.describe(rows), file=sys.stderr)
-    return status if status == 130 else sweep.status(rows) or status
+    return interrupted or sweep.status(rows) or status
 
 
 def launch() -> int:
@@ -121,9 +125,7 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     number = f"{facts['number'] + 1}/{TOTAL}" if TOTAL else facts["number"] + 1
     print(f"[{number}]", *facts["overrides"], file=sys.stderr, flush=True)
     searches = does_search(hydra_config)
-    outcome = attempt(
-        cfg, lambda path: note(path=path, state="begun", host=gethostname(), pid=os.getpid()), wait=searches
-    )
+    outcome = attempt(cfg, lambda path: note(path=path, state="begun", host=gethostname(), pid=os.getpid()), searches)
     note(**outcome)
     if not searches or outcome["status"]:
         return None
@@ -134,23 +136,24 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
 def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, wait: bool = False) -> dict:
     """Run it; returns where, how that ended and why, as a note has it. ``begun`` is called with the run's path before.
 
-    A run that another process has at work is waited for, or left to it: then it counts as bad input.
+    A run that another process has at work is left to it, which counts as bad input, unless it shall ``wait``.
     """
     # Imported late: help and bad configurations are answered without waiting for pandas and W&B.
     from tnvp import experiment, sweep
-    from tnvp.run_directory import RunDirectory
+    from tnvp.run_directory import RunDirectory, RunningElsewhere
 
     path = ""
     try:
         config = resolve(cfg)
         path = str(experiment.run_path(config).absolute())
         begun(path)
-        with sweep.held(Path(path), wait):
-            state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
-            experiment.run(config)
+        if wait:
+            sweep.wait([sweep.Point([], Path(path))])
+        state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
+        experiment.run(config)
     except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
         print(error, file=sys.stderr)
-        state = "elsewhere" if isinstance(error, sweep.RunningElsewhere) else "failed"
+        state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
         return {"path": path, "state": state, "why": str(error), "status": 2}
     except Exception as error:
         traceback.print_exc()

@@ -8,28 +8,17 @@ All processes must see the same folders: on one machine, or through a shared fil
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from tnvp.run_directory import ResultsError, RunDirectory, write_atomically
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: a run that two processes begin is not noticed there
-    fcntl = None
+from tnvp.locks import LockedError, locked
+from tnvp.run_directory import RunDirectory, write_atomically
 
 NOTE = "outcome.json"
 POLL_SECONDS = 0.5
-ELSEWHERE = "is being run by another process"
-
-
-class RunningElsewhere(ResultsError):
-    """Another process has this run at work."""
 
 
 class Point(NamedTuple):
@@ -60,52 +49,16 @@ def own_folder(wanted: str | Path) -> Path:
             path = path.with_name(f"{Path(wanted).name}-{n}")
 
 
-@contextmanager
-def held(path: Path, wait: bool = False) -> Iterator[None]:
-    """Inside, this process alone has the run at ``path``. The system gives it back when the process dies.
-
-    Raises RunningElsewhere where another one has it, unless it shall ``wait``.
-    """
-    lock = lock_path(path)
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        with open(lock, "wb") as file:
-            try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise RunningElsewhere(f"{path} {ELSEWHERE}; when that is done, the same command goes on") from error
-            if not is_at(lock, file):
-                continue  # who held it has removed it since
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-            return
-
-
-def is_at(path: Path, file: BinaryIO) -> bool:
-    """Whether the open file is the one that has this path now."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-
-
 def running_elsewhere(path: Path) -> bool:
     """True while a process has the run at ``path`` at work."""
-    if not lock_path(path).exists():
+    lock = RunDirectory(path).lock_path
+    if not lock.exists():
         return False
     try:
-        with held(path):
+        with locked(lock):
             return False
-    except RunningElsewhere:
+    except LockedError:
         return True
-
-
-def lock_path(path: Path) -> Path:
-    """Beside the run, since the run's directory may be set aside while it is held."""
-    return path.with_name(f".{path.name}.lock")
 
 
 def note(folder: str | Path, **facts: object) -> None:
@@ -190,7 +143,7 @@ def status(table: Sequence[Row]) -> int:
     return 1 if 1 in found else max(found, default=0)
 
 
-def objectives(path: Path, summary: dict, count: int) -> float | tuple[float, int]:
+def objectives(path: Path, count: int) -> float | tuple[float, int]:
     """What a search looks at: the validation accuracy of the network that the run ends with; its FLOPs as the second.
 
     Not the test accuracy: the best of many runs by that would no longer be a fair measurement.
@@ -203,4 +156,4 @@ def objectives(path: Path, summary: dict, count: int) -> float | tuple[float, in
         accuracy = float(after.max())
     else:
         accuracy = events[-1].get("accuracy_recalibrated", events[-1]["accuracy_after"])
-    return accuracy if count == 1 else (accuracy, summary["flops"])
+    return accuracy if count == 1 else (accuracy, directory.summary["flops"])
