@@ -13,7 +13,7 @@ PACKAGE = Path(tnvp.__file__).parent
 ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
     {"pruning"},
     {"image_folder", "locks", "models", "run_directory", "tracking", "training", "wandb_file"},
-    {"published", "figure_style", "run_state", "resume"},
+    {"published", "figure_style", "run_state", "resume", "sweep"},
     {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk"},
     {"config", "controls", "progress", "events", "journal", "latency"},
     {"study_figures"},
@@ -44,6 +44,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "wandb_file": set(),
     "models": set(),
     "training": set(),
+    "sweep": {"locks", "run_directory"},
     "trunk": {"locks", "run_directory", "run_state"},
     "run_state": {"run_directory"},
     "resume": {"training"},

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, figures, models, tracking, trunk
+from tnvp import checkpoint, data, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal
@@ -27,7 +27,7 @@ from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
 from tnvp.resume import Checkpointing, Interrupts, Stopped
-from tnvp.run_directory import ResultsError, RunDirectory, environment
+from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.schema import Gradual, Threshold
 from tnvp.training import (
@@ -88,10 +88,12 @@ def run(config: Config) -> dict:
 def held(path: Path) -> Iterator[None]:
     """Inside, the run directory is this process's alone."""
     try:
-        with locked(path.with_name(f".{path.name}.lock")):
+        with locked(RunDirectory(path).lock_path):
             yield
     except LockedError:
-        raise ResultsError(f"{path} is being run by another process: when that is done, repeat the command") from None
+        raise RunningElsewhere(
+            f"{path} is being run by another process: when that is done, repeat the command"
+        ) from None
 
 
 def begin(config: Config, path: Path, device: torch.device) -> tuple[RunDirectory, dict | None]:
@@ -398,6 +400,8 @@ class Study:
         self.tracker.summary(summary)
         self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
         if self.tracker.where and len(traces := self.directory.traces()):
+            from tnvp import figures  # matplotlib takes a second to load, and only the tracker's copy has pictures
+
             figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)

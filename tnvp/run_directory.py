@@ -40,6 +40,10 @@ class ResultsError(ValueError):
     """A run directory or tree that can't be written or read; the message names the file and the way out."""
 
 
+class RunningElsewhere(ResultsError):
+    """Another process has this run at work."""
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Let `write` fill a file beside `path`, then rename it: readers see the old or the new one, not half."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +84,9 @@ class RunDirectory:
         self.model_path = self.path / "model.pt"
         self.figures_path = self.path / "figures"
         self.summary_path = self.path / "summary.json"
+        self.lock_path = self.path.with_name(
+            f".{self.path.name}.lock"
+        )  # beside: the folder may be set aside while it is held
 
     @classmethod
     def create(cls, path: str | Path, aside: bool = False) -> "RunDirectory":
