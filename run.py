@@ -1,7 +1,7 @@
 """Compose a configuration, or a sweep of them, and run the experiment: `python run.py --help`.
 
 Every point of a sweep is composed and checked before the first one runs; then Hydra takes over, with whatever launcher it
-was given. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad input (with one message), 130 interrupted.
+was given. One run may have several processes: `torchrun --standalone --nproc-per-node=2 run.py …`. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad input (with one message), 130 interrupted.
 """
 
 import os
@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from tnvp.config import VERSION, Config, ConfigError, describe, not_a_choice, register, resolve
+from tnvp.distributed import number, processes
 
 CONF = Path(__file__).resolve().parent / "conf"
 STATUSES: list[int] = []  # of the jobs that ran in this process
@@ -39,13 +40,17 @@ def main() -> int:
         if flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             job()
             return 0
+        if flags.multirun and processes() > 1:
+            raise ConfigError(
+                "-m with several processes: one run at a time under torchrun, or the sweep without torchrun"
+            )
         CONFIGS.clear()
         STATUSES.clear()
         CONFIGS.update(compose(flags))
         sys.argv[1:] = arguments_for_hydra(flags)
         job()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
-        print(explain(error), file=sys.stderr)
+        tell(explain(error))
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -68,17 +73,25 @@ def job(cfg: DictConfig) -> float | None:
     try:
         accuracy = experiment.run(resolve(cfg))["test_accuracy"]
     except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
-        print(error, file=sys.stderr)
+        tell(str(error))
         status = 2
     except Exception:
-        traceback.print_exc()
+        tell(traceback.format_exc())
         status = 1
     STATUSES.append(status)
     return accuracy
 
 
+def tell(text: str) -> None:
+    """What went wrong, and in which process, if there are several."""
+    who = f"process {number()}: " if processes() > 1 else ""
+    print(who + text, file=sys.stderr)
+
+
 def missing() -> int:
     """Names the points of a sweep that left no complete run; 1 if a run is missing that no message explained."""
+    if number() > 0:
+        return 0  # the first of several processes writes the run
     from tnvp.experiment import run_path
     from tnvp.run_directory import RunDirectory
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, figures, models, tracking, trunk
+from tnvp import checkpoint, data, distributed, figures, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal, trace_table
@@ -24,7 +24,7 @@ from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
 from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, device_of, evaluate, make_schedule, train
+from tnvp.training import OPTIMIZERS, Alone, Callback, TrainingError, Validation, evaluate, make_schedule, train
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
@@ -35,30 +35,38 @@ EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibra
 
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
-    path = run_path(config)
-    if not config.force and (done := RunDirectory(path)).is_complete:
-        print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
+    place, path = distributed.join(), run_path(config)
+    if not config.force and place.of_first((done := RunDirectory(path)).is_complete):
+        if place.leads:
+            print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
+        place.leave()
         return done.summary
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    device = device_of(config.device)
-    images = data.load(**asdict(config.dataset), device=device)
+    device = place.device(config.device)
+    with place.first_alone():
+        images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
-    pruner = make_pruner(config, model, images)
+    pruner = make_pruner(config, place.adapt(model), images)
     check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
+    place.seed(config.seed)
 
-    directory = RunDirectory.create(path, aside=True)
-    directory.write_config(to_dict(config))
-    directory.write_environment(environment(str(device), config.seed, config_hash(config), trunk_hash(config)))
-    tracker = start_tracking(config, directory)
-    complete = False
-    try:
-        summary = Study(config, images, pruner, directory, tracker).run()
-        complete = True
-    finally:
-        tracker.finish(failed=not complete)
-    print(describe(summary, config.pruning.name, directory, tracker))
+    with place.folder(path) as folder:
+        directory = RunDirectory.create(folder, aside=True)
+        directory.write_config(to_dict(config))
+        facts = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
+        directory.write_environment(facts | {"processes": place.count})
+        tracker = start_tracking(config, directory) if place.leads else tracking.Tracker()
+        complete = False
+        try:
+            summary = Study(config, images, pruner, directory, tracker, place).run()
+            complete = True
+        finally:
+            tracker.finish(failed=not complete)
+        if place.leads:
+            print(describe(summary, config.pruning.name, directory, tracker))
+    place.leave()
     return summary
 
 
@@ -66,9 +74,15 @@ class Study:
     """Train, prune, measure. Decisions read validation data; the test set is read for three numbers at the end."""
 
     def __init__(
-        self, config: Config, images: data.Data, pruner: Pruner, directory: RunDirectory, tracker: tracking.Tracker
+        self,
+        config: Config,
+        images: data.Data,
+        pruner: Pruner,
+        directory: RunDirectory,
+        tracker: tracking.Tracker,
+        place: Alone,
     ):
-        self.config, self.images, self.pruner = config, images, pruner
+        self.config, self.images, self.pruner, self.place = config, images, pruner, place
         self.model, self.optimizer = pruner.model, pruner.optimizer
         self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
@@ -109,7 +123,8 @@ class Study:
         """The dense epochs: taken from a run that shares them, or trained and kept for these."""
         config, began = self.config, time.perf_counter()
         dense = ("dense", config.pruning.dense_epochs, config.optimizer.lr)
-        if not config.trunks or config.compile:  # code compiled around more hooks is other code
+        # Code compiled around more hooks is other code; several processes round otherwise than one.
+        if not config.trunks or config.compile or self.place.count > 1:
             return self.train(*dense)
         path = self.trunk_path(config.trunks)
         with trunk.locked(path):
@@ -175,7 +190,7 @@ class Study:
             return
         config, images = self.config, self.images
         augment = config.dataset.flip or config.dataset.crop_padding > 0
-        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))] if config.progress else []
+        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))]
         self.step = train(
             self.model,
             self.optimizer,
@@ -192,17 +207,18 @@ class Study:
                 *callbacks,
                 self.validation,
                 self.journal,
-                *bar,
+                *bar * (config.progress and self.place.leads),
             ],
             precision=config.precision,
             compiled=config.compile,
+            place=self.place,
         )
         self.validation.restore(self.model, self.optimizer)
 
     def measure(self, split: data.Split, model: nn.Module) -> dict[str, float]:
         """Loss and accuracy of ``model`` on a split; not recorded."""
         with self.pruner.paused():
-            return evaluate(model, data.batches(self.images, split, EVALUATION_BATCH))
+            return self.place.of_first(evaluate(model, data.batches(self.images, split, EVALUATION_BATCH)))
 
     def make_event(self) -> PruneEvent:
         pruning, images = self.config.pruning, self.images
