@@ -1,7 +1,9 @@
 """Compose a configuration, or a sweep of them, and run the experiment: `python run.py --help`.
 
 Every point of a sweep is composed and checked before the first one runs; then Hydra takes over, with whatever launcher it
-was given. One run may have several processes: `torchrun --standalone --nproc-per-node=2 run.py …`. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad input (with one message), 130 interrupted.
+was given. One run may have several processes: `torchrun --standalone --nproc-per-node=2 run.py …`. Exit status: 0 done,
+1 a bug or a run missing at the end, 2 bad input (with one message), 130 or 143 interrupted by SIGINT or SIGTERM: the same
+command goes on.
 """
 
 import os
@@ -52,9 +54,9 @@ def main() -> int:
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         tell(explain(error))
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
+        print(str(stop) or "interrupted", file=sys.stderr)
+        return getattr(stop, "status", 130)
     return 1 if 1 in STATUSES else max([*STATUSES, missing()])
 
 

@@ -31,6 +31,7 @@ ANOTHER = {  # a right value other than the default, where adding 1 or taking th
     "model.widths": [128, 65], "model.dropout": 0.2, "model.dim": 384, "model.heads": 6, "optimizer.momentum": 0.5,
     "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "pruning.sparsity": 0.25, "pruning.ignore": ["fc1"],
     "study": "other", "name": "mine", "device": "cpu", "runs": "elsewhere", "trunks": None,
+    "checkpoint_steps": 7,
 }  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def test_the_default_is_the_digits_experiment():
         ),
         tracking=schema.WandbTracking("wandb", "offline", "tnvp", None, []),
         study="digits", name=None, seed=0, device="auto", batch_size=128, precision="float32", compile=False,
-        threads=1, runs="runs", trunks="runs/.trunks", force=False, progress=True,
+        threads=1, runs="runs", trunks="runs/.trunks", checkpoint_steps=None, checkpoint_minutes=10, force=False, progress=True,
     )  # fmt: skip
 
 
@@ -303,7 +304,8 @@ def test_no_key_may_be_missing(pool):
 
 
 def test_hashes_see_what_influences_results_and_nothing_else(pool):
-    neutral = {"study", "name", "runs", "trunks", "force", "progress", "dataset.root", "dataset.download"}
+    neutral = {"study", "name", "runs", "trunks", "force", "progress", "checkpoint_steps", "checkpoint_minutes"}
+    neutral |= {"dataset.root", "dataset.download"}
     for config in pool:
         assert re.fullmatch("[0-9a-f]{12}", config_hash(config))
         for key, value, allowed in leaves(config):

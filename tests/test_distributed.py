@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,14 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import run
 import tnvp
 from tnvp import experiment, models
 from tnvp.distributed import Rank
+from tnvp.events import Recording
 from tnvp.run_directory import RunDirectory
-from tnvp.training import Alone, TrainingError
+from tnvp.training import Alone, Fit, TrainingError
 
 SMALL = ["epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "tracking=none", "progress=false", "device=cpu"]
 KINDS = {  # of 1,294 images: batches of 97 leave an odd number for the last of an epoch, of 76 leave two, for one process
@@ -35,18 +39,38 @@ def start(folder: Path, *overrides: str) -> int:
     return run.main()
 
 
+class StoppedAtTen(Recording):
+    """A signal comes to this process at step 10."""
+
+    def on_step(self, fit: Fit) -> None:
+        super().on_step(fit)
+        if fit.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def work(rank: int, folder: str, ports: list[int]) -> None:
     """One process of two: what torchrun would set, then run after run; the last one fails in the second process."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    for kind, port in zip([*KINDS, "one_shot"], ports, strict=False):
-        os.environ["MASTER_PORT"] = str(port)
-        status = start(Path(folder), *KINDS[kind], f"study={kind}")
-        Path(folder, f"{kind}.{rank}").write_text(str(status))
-    os.environ["MASTER_PORT"] = str(ports[-1])
+    statuses = []
+
+    def next_run(*overrides: str) -> int:
+        os.environ["MASTER_PORT"] = str(ports.pop())
+        statuses.append(start(Path(folder), *overrides))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return statuses[-1]
+
+    next_run(*KINDS["one_shot"], "study=one_shot")
+    if rank == 1:
+        experiment.Recording = StoppedAtTen
+    next_run(*KINDS["gradual"], "study=gradual")
+    experiment.Recording = Recording
+    next_run(*KINDS["gradual"], "study=gradual")
+    Path(folder, f"statuses.{rank}").write_text(json.dumps(statuses))
     if rank == 1:  # after the first epoch, while the other one waits for what this one measures
         experiment.evaluate = None
-    sys.exit(start(Path(folder), "seed=7", "study=failed"))
+    sys.exit(next_run("seed=7", "study=failed"))
 
 
 def free_ports(count: int) -> list[int]:
@@ -64,7 +88,7 @@ def pair(tmp_path_factory) -> tuple[Path, list[int | None]]:
     """The folder of two processes' runs, and how each process ended."""
     folder = tmp_path_factory.mktemp("pair")
     context = torch.multiprocessing.get_context("spawn")
-    ports = free_ports(len(KINDS) + 2)
+    ports = free_ports(4)
     processes = [context.Process(target=work, args=(rank, str(folder), ports)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -84,7 +108,6 @@ def only_run(folder: Path, study: str) -> RunDirectory:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_make_the_run_of_one(kind, pair, tmp_path):
     folder, _ = pair
-    assert [(folder / f"{kind}.{rank}").read_text() for rank in range(2)] == ["0", "0"]
     assert start(tmp_path, *KINDS[kind], f"study={kind}") == 0
     both, one = only_run(folder, kind), only_run(tmp_path, kind)
     assert both.environment["processes"] == 2 and one.environment["processes"] == 1
@@ -105,6 +128,12 @@ def test_two_processes_make_the_run_of_one(kind, pair, tmp_path):
     assert tnvp.load(both.model_path)
 
 
+def test_a_signal_to_one_process_stops_both_at_the_same_step_and_the_same_command_goes_on(pair):
+    """That the run which went on is that of one process, never stopped, is what `gradual` above says."""
+    folder, _ = pair
+    assert [json.loads((folder / f"statuses.{rank}").read_text()) for rank in range(2)] == [[0, 143, 0]] * 2
+
+
 def close(found: object, expected: object) -> None:
     if isinstance(expected, float):
         assert math.isnan(found) == math.isnan(expected)
@@ -117,7 +146,7 @@ def test_an_error_in_one_process_ends_both(pair):
     folder, codes = pair
     assert codes == [1, 1]
     failed = only_run(folder, "failed")
-    assert len(failed.traces()) == 0 and not failed.is_complete and failed.config_path.exists()
+    assert failed.config_path.exists() and not failed.is_complete
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])

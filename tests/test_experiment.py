@@ -251,9 +251,9 @@ def test_a_complete_run_is_not_repeated_and_force_sets_it_aside(started, capsys)
     ]
 
 
-def test_a_run_that_broke_off_is_set_aside_and_done_again(started, monkeypatch):
+def test_a_run_that_broke_off_before_its_first_checkpoint_is_set_aside_and_done_again(started, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(experiment.checkpoint, "save", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+        broken.setattr(experiment.Study, "run", lambda study: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             started()
     _, _, directory = started()
@@ -320,7 +320,8 @@ def test_the_progress_bar_tells_loss_accuracy_and_widths():
     fit = Fit(torch.nn.Linear(2, 2), None, "dense", epochs=1, steps_per_epoch=2)
     bar.on_start(fit)
     for step in (1, 2):
-        fit.step, fit.epoch = step, step / 2
+        fit.step = fit.batches_done = step
+        fit.epoch = step / 2
         fit.add(torch.tensor(0.5), torch.eye(2), torch.tensor([0, 1]))
         bar.on_step(fit)
     bar.on_end(fit)

@@ -12,8 +12,8 @@ import tnvp
 PACKAGE = Path(tnvp.__file__).parent
 ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
     {"pruning"},
-    {"image_folder", "models", "run_directory", "tracking", "training"},
-    {"published", "figure_style"},
+    {"image_folder", "locks", "models", "run_directory", "tracking", "training"},
+    {"published", "figure_style", "run_state", "resume"},
     {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk", "distributed"},
     {"config", "controls", "progress", "events", "journal", "latency"},
     {"study_figures"},
@@ -43,7 +43,10 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "tracking": set(),
     "models": set(),
     "training": set(),
-    "trunk": {"run_directory"},
+    "trunk": {"locks", "run_directory", "run_state"},
+    "run_state": {"run_directory"},
+    "resume": {"training"},
+    "locks": set(),
     "distributed": {"pruning", "training"},
     "data": {"image_folder", "published"},
     "published": {"image_folder"},

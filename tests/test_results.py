@@ -271,14 +271,39 @@ def test_a_torn_line_in_the_middle_is_an_error_that_names_file_and_line(run):
 
 
 def test_a_resumed_run_holds_no_record_twice(run):
-    whole, events = run.metrics(), run.events()
-    run.cut_back(EVENT)
-    assert run.metrics()["step"].max() == EVENT and run.events() == events
-    run.cut_back(EVENT - 1)
-    assert run.events() == []
-    for record in whole[whole["step"] >= EVENT].to_dict("records"):
-        run.log(record)
+    whole, events, traces = run.metrics(), run.events(), run.traces()
+    position = run.position()
+    run.log({"step": STEPS})  # at the step of the record before it
+    run.event({"step": STEPS})
+    run.write_traces(traces)
+    assert not run.reaches({**position, "metrics.jsonl": 10**9}) and run.reaches(position)
+    run.cut_back(position)
     pd.testing.assert_frame_equal(run.metrics(), whole)
+    pd.testing.assert_frame_equal(run.traces(), traces)
+    assert run.events() == events and run.position() == position
+
+
+def test_a_trace_is_read_in_parts_by_column_and_group_and_as_one_folder(run):
+    whole = run.traces()
+    half = len(whole) // 2
+    run.cut_back({**run.position(), "traces.parquet": 0})
+    assert run.traces().empty
+    for part in (whole[:half], whole[half:]):
+        run.write_traces(part)
+    pd.testing.assert_frame_equal(run.traces(), whole)
+    pd.testing.assert_frame_equal(pd.read_parquet(run.traces_path), whole)
+    group = whole["group"].iloc[-1]
+    expected = whole[whole["group"] == group][["step", "variance"]].reset_index(drop=True)
+    pd.testing.assert_frame_equal(run.traces(columns=["step", "variance"], groups=[group]), expected)
+    assert 0 < len(expected) < len(whole)
+
+
+def test_the_one_file_of_an_old_trace_is_read(run):
+    whole = run.traces()
+    run.cut_back({**run.position(), "traces.parquet": 0})
+    run.traces_path.rmdir()
+    whole.to_parquet(run.traces_path, index=False)
+    pd.testing.assert_frame_equal(run.traces(), whole)
 
 
 def test_streams_of_a_run_just_begun_are_empty(tmp_path):

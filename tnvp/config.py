@@ -32,7 +32,7 @@ __all__ = ["Config", "ConfigError", "check", "compose", "config_hash", "register
 
 VERSION = "1.3"  # of Hydra's behaviour
 # What a run can differ in with the same results: where things are kept, shown and named.
-NEUTRAL = ("tracking", "study", "name", "runs", "trunks", "force", "progress")
+NEUTRAL = ("tracking", "study", "name", "runs", "trunks", "force", "progress", "checkpoint_steps", "checkpoint_minutes")
 NEUTRAL_OF_DATASET = ("root", "download")
 
 

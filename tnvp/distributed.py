@@ -117,7 +117,22 @@ class Rank(Alone):
 
     def of_first(self, value: Any) -> Any:
         """Rank 0's ``value``, for decisions that all must take alike."""
-        return gathered(value)[0]
+        values = [value if self.leads else None]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def of_each(self, value: Any) -> list:
+        """The ranks' values, in order."""
+        return gathered(value)
+
+    def own(self, values: list) -> Any:
+        return values[self.number]
+
+    def greatest(self, *values: int) -> list[int]:
+        """Of each value the greatest that a rank has: a signal or a clock need not tell all at the same step."""
+        found = torch.tensor(values)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
 
     # In a training step.
 

@@ -76,6 +76,17 @@ class PruneEvent:
         self.pruned = copy.deepcopy(model)
         self.journal({"step": step, "epoch": step / steps_per_epoch, **event_record(report, self.pruner), **accuracies})
 
+    def state(self) -> dict:
+        """The values of the networks before and after the events; None before the first."""
+        return {name: model and model.state_dict() for name, model in (("dense", self.dense), ("pruned", self.pruned))}
+
+    def go_on_from(self, state: dict, original: nn.Module) -> None:
+        """Take what `state` gave, after the pruner's `restore`. ``original``: a network as it was before that."""
+        if state["dense"] is not None:
+            self.dense, self.pruned = original, copy.deepcopy(self.pruner.model)
+            self.dense.load_state_dict(state["dense"])
+            self.pruned.load_state_dict(state["pruned"])
+
 
 def event_record(report: PruneReport, pruner: Pruner) -> dict:
     """A report as plain data; neurons by the ids they were born with."""

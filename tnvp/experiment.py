@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,30 +19,42 @@ from torch.optim import Optimizer
 from tnvp import checkpoint, data, distributed, figures, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
-from tnvp.journal import Journal, trace_table
+from tnvp.journal import Journal
+from tnvp.locks import LockedError, locked
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
+from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_directory import ResultsError, RunDirectory, environment
+from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import OPTIMIZERS, Alone, Callback, TrainingError, Validation, evaluate, make_schedule, train
+from tnvp.training import OPTIMIZERS, Alone, Callback, Fit, TrainingError, Validation, evaluate, make_schedule, train
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
 CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
 EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
+PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoint
 
 
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
-    place, path = distributed.join(), run_path(config)
-    if not config.force and place.of_first((done := RunDirectory(path)).is_complete):
+    place = distributed.join()
+    summary = run_in(place, config)
+    place.leave()
+    return summary
+
+
+def run_in(place: Alone, config: Config) -> dict:
+    """The part of this process, alone or one of several: all do the same, and the one that leads writes and tells."""
+    path = run_path(config)
+    done = RunDirectory(path)
+    if not config.force and place.of_first(done.is_complete):
         if place.leads:
             print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
-        place.leave()
         return done.summary
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -52,22 +67,74 @@ def run(config: Config) -> dict:
     check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
     place.seed(config.seed)
 
-    with place.folder(path) as folder:
-        directory = RunDirectory.create(folder, aside=True)
-        directory.write_config(to_dict(config))
-        facts = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
-        directory.write_environment(facts | {"processes": place.count})
-        tracker = start_tracking(config, directory) if place.leads else tracking.Tracker()
+    with place.folder(path) as folder, held(folder):
+        if place.of_first(done.is_complete) and not config.force:
+            return done.summary  # of another run, meanwhile
+        directory, saved = begin(config, folder, device, place.count)
+        saved = place.of_first(saved)
+        tracker = start_tracking(config, directory, saved and saved["tracker"]) if place.leads else tracking.Tracker()
         complete = False
         try:
-            summary = Study(config, images, pruner, directory, tracker, place).run()
+            with telling_what_was_kept(done), Interrupts().handled() as interrupts:
+                study = Study(config, images, pruner, directory, tracker, interrupts, place)
+                if saved is not None:
+                    study.go_on_from(saved)
+                summary = study.run()
             complete = True
         finally:
             tracker.finish(failed=not complete)
-        if place.leads:
-            print(describe(summary, config.pruning.name, directory, tracker))
-    place.leave()
+    if place.leads:
+        print(describe(summary, config.pruning.name, directory, tracker))
     return summary
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Inside, the run directory is this process's alone."""
+    try:
+        with locked(path.with_name(f".{path.name}.lock")):
+            yield
+    except LockedError:
+        raise ResultsError(f"{path} is being run by another process: when that is done, repeat the command") from None
+
+
+def begin(config: Config, path: Path, device: torch.device, processes: int) -> tuple[RunDirectory, dict | None]:
+    """The directory, and the state to go on from: None for a new run, which sets aside what was there."""
+    directory, checkpoints = RunDirectory(path), Checkpoints(RunDirectory(path).checkpoint_path)
+    if not config.force and checkpoints.paths():
+        saved = checkpoints.newest(lambda state: directory.reaches(state["position"]))
+        if saved is not None:
+            if (began := directory.environment.get("processes", 1)) != processes:
+                raise ResultsError(f"{path} was begun with processes={began}, not {processes}: as many, or force=true")
+            directory.cut_back(saved["position"])
+            fit = saved["fit"]
+            print(f"{path}: goes on from step {fit['step']} ({fit['phase']}, epoch {fit['epoch']:.2f})", flush=True)
+            return directory, saved
+        warnings.warn(f"{path} has no whole checkpoint: it is set aside, and the run starts over", stacklevel=2)
+    directory = RunDirectory.create(path, aside=True)
+    directory.write_config(to_dict(config))
+    facts = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
+    directory.write_environment(facts | {"processes": processes})
+    return directory, None
+
+
+@contextmanager
+def telling_what_was_kept(directory: RunDirectory) -> Iterator[None]:
+    """What ends a run says where it can go on."""
+    checkpoints = Checkpoints(directory.checkpoint_path)
+    try:
+        yield
+    except Stopped as stop:
+        last = checkpoints.last_step
+        where = "starts it again" if last is None else f"goes on from step {last}"
+        stop.args = (f"{directory.path}: {stop}; the same command {where}",)
+        raise
+    except (TrainingError, PruningError) as error:
+        last = checkpoints.last_step
+        kept = "" if last is None else (
+            f"The last good state, of step {last}, is in {checkpoints.folder}; the same command goes on from there, to the same end. "
+        )  # fmt: skip
+        raise type(error)(f"{error}\n{kept}A changed configuration is another run.") from error
 
 
 class Study:
@@ -80,6 +147,7 @@ class Study:
         pruner: Pruner,
         directory: RunDirectory,
         tracker: tracking.Tracker,
+        interrupts: Interrupts,
         place: Alone,
     ):
         self.config, self.images, self.pruner, self.place = config, images, pruner, place
@@ -89,54 +157,71 @@ class Study:
         self.validation = Validation(lambda: self.measure(images.validation, self.model))
         self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
         self.shuffle = torch.Generator().manual_seed(config.seed)
+        self.epoch_began = self.shuffle.get_state()  # what the epoch at work draws its batches from
+        self.interrupts, self.checkpoints = interrupts, Checkpoints(directory.checkpoint_path)
+        self.resumed: dict | None = None  # the state that the next phase to be trained goes on from
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
         self.step = 0
         self.warmup_steps = 0  # of the phases from here on
-        self.seconds_elsewhere = 0.0  # what another run spent on this one's trunk
+        self.started = time.perf_counter()
+        self.seconds_elsewhere = 0.0  # of another run on this one's trunk, and of this one before it was stopped
         self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
     def run(self) -> dict:
         """The whole run; returns the summary, which is written last."""
-        started = time.perf_counter()
         pruning, lr = self.config.pruning, self.config.optimizer.lr
         if pruning.name == "one_shot":
-            self.train_trunk()
-            self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
-            self.renew_optimizer()
+            if not self.goes_on_in("finetune"):
+                self.train_trunk()
+                self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+                self.renew_optimizer()
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
         elif pruning.name == "scratch":
-            self.narrow()
+            if not self.goes_on_in("train"):
+                self.narrow()
             self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
         else:
             during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
             self.train("train", pruning.epochs, lr, during)
         if self.pruner.mode == "mask":
             self.pruner.rebuild()  # the same network, at the size that the masks left
-        self.directory.write_traces(trace_table(self.pruner.trace))
+        self.journal.write_traces()
         checkpoint.save(self.model, self.directory.model_path)
-        summary = self.summarise(time.perf_counter() - started + self.seconds_elsewhere)
+        summary = self.summarise(self.seconds())
         self.publish(summary)
         self.directory.write_summary(summary)
+        self.checkpoints.remove()
         return summary
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started + self.seconds_elsewhere
+
+    def goes_on_in(self, phase: str) -> bool:
+        """Whether this is a run that was stopped in ``phase``."""
+        return self.resumed is not None and self.resumed["phase"] == phase
 
     def train_trunk(self) -> None:
         """The dense epochs: taken from a run that shares them, or trained and kept for these."""
-        config, began = self.config, time.perf_counter()
-        dense = ("dense", config.pruning.dense_epochs, config.optimizer.lr)
+        config, goes_on = self.config, self.goes_on_in("dense")
         # Code compiled around more hooks is other code; several processes round otherwise than one.
-        if not config.trunks or config.compile or self.place.count > 1:
-            return self.train(*dense)
-        path = self.trunk_path(config.trunks)
-        with trunk.locked(path):
-            kept = trunk.read(path)
+        shared = config.trunks and not config.compile and self.place.count == 1
+        path = self.trunk_path(config.trunks) if shared else None
+        with trunk.locked(path) if path else nullcontext():
+            began = 0.0 if goes_on else self.seconds()
+            kept = trunk.read(path) if path and not goes_on else None
             if kept is None:
-                self.pruner.watch_everything()
-                self.train(*dense)
-                trunk.write(path, self.state() | {"seconds": time.perf_counter() - began})
-                self.pruner.go_on_from(self.pruner.recorded())
-                return
-        self.go_on_from(kept)
-        self.seconds_elsewhere = kept["seconds"] - (time.perf_counter() - began)
+                if path and not goes_on:
+                    self.pruner.watch_everything()
+                    self.journal.records = []
+                self.train("dense", config.pruning.dense_epochs, config.optimizer.lr)
+                if path and self.pruner.watches_everything:
+                    trunk.write(path, self.trunk_state() | {"seconds": self.seconds() - began})
+        if kept is not None:
+            self.take_trunk(kept)
+            self.seconds_elsewhere = kept["seconds"] - (self.seconds() - began)
+        elif self.pruner.watches_everything:
+            self.pruner.watch_everything(False)
+            self.journal.records = None
 
     def renew_optimizer(self) -> None:
         """After the event: carry the optimizer's state on, empty it, or begin with another optimizer."""
@@ -162,42 +247,81 @@ class Study:
         tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
         return trunk.trunk_path(folder, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors)
 
-    def state(self) -> dict:
-        """All that the rest of the run depends on, as plain data and tensors."""
+    def shared_state(self) -> dict:
+        """What a trunk and a checkpoint both hold, as plain data and tensors."""
         return {
-            "step": self.step,
-            "model": dict(self.model.state_dict()),
-            "optimizer": self.optimizer.state_dict(),
-            "shuffle": self.shuffle.get_state(),
-            "random": trunk.random_state(self.device),
-            "recorded": self.pruner.recorded(),
-            "records": self.journal.records,
+            "random": self.place.of_each(random_state(self.device)),
+            "pruner": self.pruner.state(),
+            "journal": self.journal.state(),
+            "seconds": self.seconds(),
         }
 
-    def go_on_from(self, state: dict) -> None:
-        """Be where another run was when it gave `state`, with its records in this one's directory."""
+    def trunk_state(self) -> dict:
+        """All that the rest of the run depends on, between two phases."""
+        return self.shared_state() | {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "shuffle": self.shuffle.get_state(),
+        }
+
+    def take_trunk(self, state: dict) -> None:
+        """Be where another run was when it gave `trunk_state`, with its records in this one's directory."""
         self.step = state["step"]
+        self.pruner.restore(state["pruner"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.shuffle.set_state(state["shuffle"])
-        trunk.restore_random_state(state["random"], self.device)
-        self.pruner.go_on_from(state["recorded"])
-        self.journal.replay(state["records"])
+        restore_random_state(state["random"], self.device)
+        self.journal.replay(state["journal"]["records"])
+
+    def keep(self, fit: Fit) -> None:
+        """Write a checkpoint: all that the rest of the run depends on, after a step or an epoch."""
+        if not self.pruner.watches_everything:  # whose trace the trunk is to have
+            self.journal.write_traces(at_least=PART_ROWS)
+        state = self.shared_state() | {
+            "fit": fit.state(),
+            "shuffle": self.epoch_began if fit.batches_done else self.shuffle.get_state(),
+            "validation": self.validation.state(),
+            "event": self.event and self.event.state(),
+            "shared": self.pruner.watches_everything,
+            "tracker": self.tracker.state(),
+            "position": self.directory.position(),
+        }
+        if self.place.leads:
+            self.checkpoints.write(fit.step, state)
+
+    def go_on_from(self, state: dict) -> None:
+        """Be where this run was when it was kept; what `train` needs of that is taken there."""
+        original = copy.deepcopy(self.model)
+        if state["shared"]:
+            self.pruner.watch_everything()
+        self.pruner.restore(state["pruner"])
+        self.resumed = state["fit"]
+        if self.goes_on_in("finetune"):
+            self.renew_optimizer()
+        if self.event:
+            self.event.go_on_from(state["event"], original)
+        self.validation.go_on_from(state["validation"])
+        self.journal.go_on_from(state["journal"])
+        self.shuffle.set_state(state["shuffle"])
+        self.seconds_elsewhere = state["seconds"]
+        restore_random_state(self.place.own(state["random"]), self.device)
 
     def train(self, phase: str, epochs: int, lr: float, callbacks: Sequence[Callback] = ()) -> None:
         """``epochs`` epochs, ending at that of the best validation accuracy since the last prune event."""
         if epochs == 0:
             return
-        config, images = self.config, self.images
-        augment = config.dataset.flip or config.dataset.crop_padding > 0
-        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))]
+        config = self.config
+        resumed, self.resumed = self.resumed, None
+        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))] * (config.progress and self.place.leads)
         self.step = train(
             self.model,
             self.optimizer,
             make_schedule(
                 config.optimizer.schedule, self.optimizer, lr, epochs * self.steps_per_epoch, self.warmup_steps
             ),
-            lambda: data.batches(images, images.train, config.batch_size, generator=self.shuffle, augment=augment),
+            self.epoch_batches,
             epochs=epochs,
             steps_per_epoch=self.steps_per_epoch,
             phase=phase,
@@ -207,13 +331,24 @@ class Study:
                 *callbacks,
                 self.validation,
                 self.journal,
-                *bar * (config.progress and self.place.leads),
+                *bar,
+                Checkpointing(
+                    self.keep, config.checkpoint_steps, config.checkpoint_minutes, self.interrupts, self.place.greatest
+                ),
             ],
             precision=config.precision,
             compiled=config.compile,
+            resumed=resumed,
             place=self.place,
         )
+        self.interrupts.end()
         self.validation.restore(self.model, self.optimizer)
+
+    def epoch_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of training batches, shuffled and augmented."""
+        self.epoch_began, images = self.shuffle.get_state(), self.images
+        augment = self.config.dataset.flip or self.config.dataset.crop_padding > 0
+        return data.batches(images, images.train, self.config.batch_size, generator=self.shuffle, augment=augment)
 
     def measure(self, split: data.Split, model: nn.Module) -> dict[str, float]:
         """Loss and accuracy of ``model`` on a split; not recorded."""
@@ -275,9 +410,8 @@ class Study:
         """The tracker's copy of what the run directory has at the end."""
         self.tracker.summary(summary)
         self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
-        if self.tracker.where and len(self.pruner.trace):
-            events = self.directory.events()
-            figure = figures.trace_heatmap(self.directory.traces(), events, label(self.config))
+        if self.tracker.where and len(traces := self.directory.traces()):
+            figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)
 
@@ -324,7 +458,7 @@ def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
     return OPTIMIZERS[name](model.parameters(), **options)
 
 
-def start_tracking(config: Config, directory: RunDirectory) -> tracking.Tracker:
+def start_tracking(config: Config, directory: RunDirectory, resumed: dict | None = None) -> tracking.Tracker:
     options = asdict(config.tracking)
     if options.pop("name") == "none":
         return tracking.Tracker()
@@ -334,6 +468,7 @@ def start_tracking(config: Config, directory: RunDirectory) -> tracking.Tracker:
         job_type=config.pruning.name,
         name=label(config),
         config=to_dict(config),
+        resumed=resumed,
         **options,
     )
 

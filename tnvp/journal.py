@@ -12,12 +12,15 @@ from tnvp.training import Callback, Fit, Totals, Validation
 
 
 class Journal(Callback):
-    """Writes a metrics record every ``every`` steps and a full one, with validation and widths, after each epoch."""
+    """Writes a metrics record every ``every`` steps and a full one, with validation and widths, after each epoch.
+
+    ``records`` is None, or a list that collects them for a trunk.
+    """
 
     def __init__(self, directory: RunDirectory, tracker: Tracker, pruner: Pruner, validation: Validation, every: int):
         self.directory, self.tracker, self.pruner = directory, tracker, pruner
         self.validation, self.every = validation, every
-        self.records: list[dict] = []
+        self.records: list[dict] | None = None
         self._logged = Totals(0.0, 0, 0)
 
     def on_step(self, fit: Fit) -> None:
@@ -41,6 +44,18 @@ class Journal(Callback):
             if "validation/accuracy" in record:
                 self._histograms(record["step"])
 
+    def state(self) -> dict:
+        return {"logged": tuple(self._logged), "records": self.records}
+
+    def go_on_from(self, state: dict) -> None:
+        """Go on where another was when it gave `state`; what it wrote is in the directory."""
+        self._logged, self.records = Totals(*state["logged"]), state["records"]
+
+    def write_traces(self, at_least: int = 1) -> None:
+        """Move the pruner's trace to the directory, if it has ``at_least`` rows there."""
+        if sum(len(row.neuron) for row in self.pruner.trace) >= at_least:
+            self.directory.write_traces(trace_table(self.pruner.take_trace()))
+
     def event(self, record: dict) -> None:
         """One prune event."""
         self.directory.event(record)
@@ -60,7 +75,8 @@ class Journal(Callback):
             self.tracker.histogram(f"variance/{row.group}", row.variance.tolist(), step)
 
     def _write(self, record: dict) -> None:
-        self.records.append(record)
+        if self.records is not None:
+            self.records.append(record)
         self.directory.log(record)
         self.tracker.log(record)
 

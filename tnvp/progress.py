@@ -33,11 +33,11 @@ class ProgressBar(Callback):
         )
         steps = fit.epochs * fit.steps_per_epoch
         self.task = self.bar.add_task(fit.phase, total=steps, epoch=f"0/{fit.epochs}", state="")
-        self.first, self.shown = fit.step, 0.0
+        self.shown = float("-inf")
         self.bar.start()
 
     def on_step(self, fit: Fit) -> None:
-        done = fit.step - self.first
+        done = fit.epochs_done * fit.steps_per_epoch + fit.batches_done
         if self.bar.disable or (time.monotonic() - self.shown < REFRESH_SECONDS and done < self.bar.tasks[0].total):
             return
         self.shown = time.monotonic()

@@ -33,7 +33,7 @@ NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for
 BASE = ["config.dataset.name", "config.model.name", "config.pruning.name", "config.pruning.compensation"]
 REQUESTED = ["config.pruning.sparsity", "config.pruning.threshold"]
 NOT_SETTINGS = re.compile(
-    r"config\.(seed|name|device|compile|threads|runs|trunks|force|progress|tracking\..*|dataset\.(root|download)"
+    r"config\.(seed|name|device|compile|threads|runs|trunks|force|progress|checkpoint_(steps|minutes)|tracking\..*|dataset\.(root|download)"
     r"|pruning\.(criterion|sparsity|threshold))$"
 )
 

@@ -14,7 +14,7 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +33,7 @@ SUMMARY = {  # summary.json keys -> dtype in the table, in column order
     **dict.fromkeys(["study", "config_hash", "trunk_hash", "commit", "hardware"], "string"),
 }
 TRACE_COLUMNS = ["step", "group", "neuron", "mean", "variance", "count"]
+PART = "part-{:06d}.parquet"  # of the trace, numbered from 1
 
 
 class ResultsError(ValueError):
@@ -74,7 +75,7 @@ class RunDirectory:
         self.environment_path = self.path / "environment.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.events_path = self.path / "events.jsonl"
-        self.traces_path = self.path / "traces.parquet"
+        self.traces_path = self.path / "traces.parquet"  # a folder of parts; in old runs one file
         self.checkpoint_path = self.path / "checkpoint"
         self.model_path = self.path / "model.pt"
         self.figures_path = self.path / "figures"
@@ -122,9 +123,13 @@ class RunDirectory:
         _write_json(self.summary_path, summary)
 
     def write_traces(self, traces: pd.DataFrame) -> None:
-        """traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
+        """The next part of traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
         require_columns(traces, TRACE_COLUMNS, "traces")
-        write_atomically(self.traces_path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False))
+        path = self.traces_path / PART.format(len(self._parts()) + 1)
+        write_atomically(path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False))
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.traces_path.glob(PART.format(0).replace("000000", "*")))
 
     def log(self, record: dict) -> None:
         """Append one record, with its "step", to metrics.jsonl."""
@@ -134,27 +139,44 @@ class RunDirectory:
         """Append one prune event, with its "step", to events.jsonl."""
         _append(self.events_path, record)
 
-    def cut_back(self, step: int) -> None:
-        """Drop metrics and events after `step` (the checkpoint's): a resumed run writes no record twice."""
+    def position(self) -> dict[str, int]:
+        """How far each stream is written: bytes, and parts of the trace. What counts is on the disk when this returns."""
         for path in (self.metrics_path, self.events_path):
             if path.exists():
-                _rewrite(path, [record for record in _records(path) if record["step"] <= step])
+                with open(path, "ab") as file:
+                    os.fsync(file.fileno())
+        sizes = {
+            path.name: path.stat().st_size if path.exists() else 0 for path in (self.metrics_path, self.events_path)
+        }
+        return {**sizes, self.traces_path.name: len(self._parts())}
+
+    def reaches(self, position: dict[str, int]) -> bool:
+        """Whether all is there that was written at ``position``."""
+        return all(here >= position[name] for name, here in self.position().items())
+
+    def cut_back(self, position: dict[str, int]) -> None:
+        """Drop what was written after ``position`` (the checkpoint's): a resumed run writes no record twice."""
+        for path in (self.metrics_path, self.events_path):
+            if path.exists():
+                os.truncate(path, position[path.name])
+        for part in self._parts()[position[self.traces_path.name] :]:
+            part.unlink()
 
     @property
     def config(self) -> dict:
         """The resolved config, nested. Raises ResultsError if it is missing or unreadable."""
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one reads fifty configs in no time
-        return _read(self.config_path, lambda data: yaml.load(data, loader))
+        return _read(self.config_path, lambda: yaml.load(self.config_path.read_bytes(), loader))
 
     @property
     def environment(self) -> dict:
         """environment.json. Raises ResultsError if it is missing or unreadable."""
-        return _read(self.environment_path, json.loads)
+        return _read(self.environment_path, lambda: json.loads(self.environment_path.read_bytes()))
 
     @property
     def summary(self) -> dict:
         """summary.json. Raises ResultsError if it is missing (the run is unfinished) or unreadable."""
-        return _read(self.summary_path, json.loads)
+        return _read(self.summary_path, lambda: json.loads(self.summary_path.read_bytes()))
 
     def metrics(self) -> pd.DataFrame:
         """One row a record of metrics.jsonl, NaN where a record lacks a key; empty before the first."""
@@ -166,11 +188,21 @@ class RunDirectory:
         """The prune events in order; [] if there were none."""
         return _records(self.events_path)
 
-    def traces(self) -> pd.DataFrame:
-        """The trace, one row per neuron and recording window; empty if the run has none."""
-        if not self.traces_path.exists():
-            return pd.DataFrame(columns=TRACE_COLUMNS)
-        return _read(self.traces_path, lambda _: pd.read_parquet(self.traces_path))
+    def traces(self, columns: Sequence[str] | None = None, groups: Sequence[str] | None = None) -> pd.DataFrame:
+        """The trace, one row per neuron and recording window; empty if the run has none.
+
+        columns, groups: those to read, all if None; no other value is held in memory.
+        """
+        from pyarrow import parquet  # only here: the other readers do without it
+
+        parts = self._parts() or [self.traces_path] * self.traces_path.is_file()
+        if not parts:
+            return pd.DataFrame(columns=TRACE_COLUMNS if columns is None else list(columns))
+        chosen = None if groups is None else [("group", "in", list(groups))]
+        return _read(
+            self.traces_path,
+            lambda: parquet.read_table(parts, columns=columns and list(columns), filters=chosen).to_pandas(),
+        )
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -237,9 +269,9 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
-def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
+def _read(path: Path, parse: Callable[[], Any]) -> Any:
     try:
-        value = parse(path.read_bytes())
+        value = parse()
     except FileNotFoundError as error:
         raise ResultsError(f"{path} is missing: this is no run, or an unfinished one") from error
     except (ValueError, OSError, yaml.YAMLError) as error:

@@ -390,6 +390,11 @@ class Config(Checked):
     """Folder that run directories are made in."""
     trunks: str | None = text(*PATH)
     """Folder of trained trunks, for runs that share one; null: each run trains its own. The results are the same."""
+    checkpoint_steps: int | None = number("[1, inf)")
+    """Training steps between checkpoints, from which a killed run goes on; null: none of this kind. One at the end of every epoch
+    there is in any case."""
+    checkpoint_minutes: float | None = number("(0, inf)")
+    """Minutes between checkpoints, the same way."""
     force: bool
     """Run again though a complete run of this configuration is there."""
     progress: bool

@@ -72,6 +72,10 @@ class Tracker:
     def artifact(self, path: str | Path, name: str, type: str) -> None:
         """A finished file as artifact. Offline it is not copied: keep it in place until `wandb sync`."""
 
+    def state(self) -> dict[str, Any]:
+        """What `start` needs to go on with the same copy later, as plain data."""
+        return {}
+
     def finish(self, failed: bool = False) -> None:
         """End the copy. Call it in `finally`; a second call does nothing."""
 
@@ -208,6 +212,7 @@ def start(
     name: str,
     tags: Iterable[str],
     config: dict[str, Any],
+    resumed: dict[str, Any] | None = None,
 ) -> Tracker:
     """Begin the W&B copy of one run; never raises because of W&B.
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,13 @@ class WarmUp:
         self.step_number += 1
         self._scale()
 
+    def state_dict(self) -> dict:
+        return {"schedule": self.schedule.state_dict(), "step_number": self.step_number, "unscaled": self._unscaled}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.step_number, self._unscaled = state["step_number"], list(state["unscaled"])
+
     def _scale(self) -> None:
         groups = self.schedule.optimizer.param_groups
         self._unscaled = [group["lr"] for group in groups]
@@ -92,7 +100,10 @@ class Totals(NamedTuple):
 
 @dataclass
 class Fit:
-    """One call of `train`, as callbacks see it. ``step`` counts from the run's start, ``epoch`` within the phase."""
+    """One call of `train`, as callbacks see it. ``step`` counts from the run's start, ``epoch`` within the phase.
+
+    ``epochs_done`` and ``batches_done``, those of the epoch at work, say where in the phase it is.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -101,9 +112,44 @@ class Fit:
     steps_per_epoch: int
     step: int = 0
     epoch: float = 0.0
+    epochs_done: int = 0
+    batches_done: int = 0
+    schedule: LRScheduler | WarmUp | None = field(default=None, repr=False)
+    scaler: torch.amp.GradScaler | None = field(default=None, repr=False)
     _loss: Tensor | float = field(default=0.0, repr=False)
     _correct: Tensor | int = field(default=0, repr=False)
     _seen: int = field(default=0, repr=False)
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing was trained in this phase yet."""
+        return self.epochs_done == self.batches_done == 0
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last step of an epoch, whose `Callback.on_epoch` is still to come."""
+        return self.batches_done == self.steps_per_epoch
+
+    def state(self) -> dict:
+        """What `train` needs to go on after this step or epoch, as tensors and plain data; random states are the caller's."""
+        return {
+            **{name: getattr(self, name) for name in ("phase", "step", "epoch", "epochs_done", "batches_done")},
+            "sums": (self._loss, self._correct, self._seen),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Be where another of the same phase was when it gave `state`; the model has the shapes that it had."""
+        for name in ("step", "epoch", "epochs_done", "batches_done"):
+            setattr(self, name, state[name])
+        self._loss, self._correct, self._seen = state["sums"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Count one batch towards the epoch's sums, without synchronising the device."""
@@ -117,11 +163,20 @@ class Fit:
         """Sums since the epoch's start; synchronises. Raises TrainingError where the loss is NaN or Inf."""
         totals = Totals(float(self._loss), int(self._correct), self._seen)
         if not math.isfinite(totals.loss):
-            raise TrainingError(
-                f"the loss became {totals.loss} before step {self.step} ({self.phase}, epoch {self.epoch:.2f}): "
-                "lower optimizer.lr, or use precision=float32"
-            )
+            raise self._diverged(f"the loss became {totals.loss} before step {self.step}")
         return totals
+
+    def require_finite(self) -> None:
+        """Raises TrainingError where the loss or a parameter is NaN or Inf; synchronises."""
+        self.totals()
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise self._diverged(f"{name} has NaN or Inf at step {self.step}")
+
+    def _diverged(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what} ({self.phase}, epoch {self.epoch:.2f}): lower optimizer.lr, or use precision=float32"
+        )
 
     def restart(self) -> None:
         """Begin new sums."""
@@ -178,6 +233,16 @@ class Alone:
     def of_first(self, value: Any) -> Any:
         return value
 
+    def of_each(self, value: Any) -> Any:
+        return value
+
+    def own(self, values: Any) -> Any:
+        """This process's share of what `of_each` gave."""
+        return values
+
+    def greatest(self, *values: int) -> Sequence[int]:
+        return values
+
     def part(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x, y
 
@@ -204,26 +269,32 @@ def train(
     callbacks: Sequence[Callback] = (),
     precision: str = "float32",
     compiled: bool = False,
+    resumed: dict | None = None,
     place: Alone | None = None,
 ) -> int:
     """Train ``model`` in place and return the step reached.
 
     ``epoch_batches()`` gives one epoch of (inputs, labels [B]) on the model's device. ``precision`` is autocast's; float16
     scales the loss. ``compiled`` runs the forward through torch.compile, anew whenever a callback changed the parameters.
-    ``place``: this process's among several that train ``model`` together, each with the same batches.
+    ``resumed``: the `Fit.state` of a call like this one, to go on from; its epoch's batches are asked for again, and those that it
+    had are skipped. ``place``: this process's among several that train ``model`` together, each with the same batches.
     """
     place = place or Alone()
-    fit = Fit(model, optimizer, phase, epochs, steps_per_epoch, step=first_step)
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
+    fit = Fit(model, optimizer, phase, epochs, steps_per_epoch, step=first_step, schedule=schedule, scaler=scaler)
+    if resumed is not None:
+        fit.restore(resumed)
     forward = _Forward(model, [*place.wrappers, *[torch.compile] * compiled])
+    y = ()
     try:
         for callback in callbacks:
             callback.on_start(fit)
-        for epoch in range(epochs):
-            fit.restart()
+        for epoch in range(fit.epochs_done, epochs):
+            if fit.batches_done == 0:
+                fit.restart()
             model.train()
-            for number, (x, y) in enumerate(epoch_batches(), start=1):
+            for x, y in islice(epoch_batches(), fit.batches_done, None):
                 x, y = place.part(x, y)
                 with autocast(device, precision):
                     scores = forward(x)
@@ -234,11 +305,13 @@ def train(
                 scaler.update()
                 schedule.step()
                 fit.step += 1
-                fit.epoch = epoch + number / steps_per_epoch
+                fit.batches_done += 1
+                fit.epoch = epoch + fit.batches_done / steps_per_epoch
                 place.add(fit, loss, scores, y)
                 place.settle()
                 for callback in callbacks:
                     callback.on_step(fit)
+            fit.epochs_done, fit.batches_done = epoch + 1, 0
             for callback in callbacks:
                 callback.on_epoch(fit)
     except torch.OutOfMemoryError as error:
@@ -301,8 +374,16 @@ class Validation(Callback):
         """The network's shapes changed: what was held no longer fits."""
         self._best, self._held = float("-inf"), None
 
+    def state(self) -> dict:
+        return {"latest": self.latest, "best": self._best, "held": self._held}
+
+    def go_on_from(self, state: dict) -> None:
+        """Hold what another held when it gave `state`."""
+        self.latest, self._best, self._held = state["latest"], state["best"], state["held"]
+
     def on_start(self, fit: Fit) -> None:
-        self.forget()
+        if fit.begins:
+            self.forget()
 
     def on_epoch(self, fit: Fit) -> None:
         self.latest = self._evaluate()

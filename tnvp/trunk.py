@@ -7,31 +7,26 @@ its lock; others wait for it. The system releases the lock when its process dies
 from __future__ import annotations
 
 import hashlib
-import pickle
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tnvp.run_directory import set_aside, write_atomically
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: two processes may train the same trunk twice there, with the same result
-    fcntl = None
+from tnvp import locks
+from tnvp.run_directory import set_aside
+from tnvp.run_state import DAMAGED, read_state, write_state
 
 PACKAGE = Path(__file__).resolve().parent
-FORMAT = "tnvp-trunk-1"
-DAMAGED = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, LookupError, TypeError)
+FORMAT = "tnvp-trunk-2"
 CODE = (
     "data.py",
     "events.py",
     "experiment.py",
     "journal.py",
+    "run_state.py",
     "trunk.py",
     "training.py",
     "image_folder.py",
@@ -59,18 +54,11 @@ def trunk_path(folder: str | Path, trunk_hash: str, facts: Iterable[object], ten
     return Path(folder) / f"{trunk_hash}-{digest.hexdigest()[:12]}.pt"
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Inside, no other process is inside for the same path. It waits for them, and says so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "wb") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for the trunk {path}, which another process has at work", file=sys.stderr)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked(path: Path) -> AbstractContextManager[None]:
+    """Inside, no other process is inside for the same trunk. It waits for them, and says so."""
+    return locks.locked(
+        path.with_suffix(".lock"), waiting=f"waiting for the trunk {path}, which another process has at work"
+    )
 
 
 def read(path: Path) -> dict | None:
@@ -78,10 +66,7 @@ def read(path: Path) -> dict | None:
     if not path.exists():
         return None
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}")
-        return content
+        return read_state(path, FORMAT)
     except DAMAGED as error:
         aside = set_aside(path)
         warnings.warn(
@@ -94,26 +79,8 @@ def read(path: Path) -> dict | None:
 def write(path: Path, content: dict) -> None:
     """Keep ``content``: plain data and tensors. A full disk costs the trunk, not the run: a warning."""
     try:
-        write_atomically(path, lambda file: torch.save({"format": FORMAT, **content}, file))
+        write_state(path, content, FORMAT)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"the trunk {path} can't be kept ({error}): every run that shares it trains it anew", stacklevel=2
         )
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's own generators: of the CPU, and of the device where it is another."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps":
-        torch.mps.set_rng_state(state["mps"])

@@ -74,7 +74,7 @@ class Pruner:
 
     On several ranks ``model`` is the bare network, which the caller wraps in DistributedDataParallel, and wraps anew after
     every event: a wrapper holds the parameters it was made with, and would no longer average the new ones' gradients.
-    Every rank records its part of each batch; `close_window`, `recorded`, `prune` and `rebuild` merge the parts and wait for
+    Every rank records its part of each batch; `close_window`, `state`, `prune` and `rebuild` merge the parts and wait for
     the other ranks, so all must call them. With `prune`, each rank hands in its own part of the calibration batches;
     ``output_error`` and the certificate are those of that part.
 
@@ -126,17 +126,24 @@ class Pruner:
         self._require_something_prunable()
         check_optimizers(model, self._optimizers)
         self._original = {group.name: group.size for group in self.groups if group.prunable}
+        self._born = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
         self._looks_at, self._ranks = window, process_group
         recorded = window if window in WINDOWS else "cumulative"
-        self._recorder = self._new_recorder(dict.fromkeys(s for s in signals if s) or ("activation",), recorded)
+        self._recorder = self._make_recorder(dict.fromkeys(s for s in signals if s) or ("activation",), recorded)
         self._recorder.wants_inputs = self._inputs is None
 
     # Recording.
 
-    def _new_recorder(self, kinds: Iterable[str], window: str = "cumulative", wide: bool = False) -> Recorder:
+    def _make_recorder(self, kinds: Iterable[str], window: str = "cumulative", wide: bool = False) -> Recorder:
         return Recorder(self.model, self.groups, kinds, window, wide, self._ranks)
+
+    def _new_recorder(self, wide: bool) -> Recorder:
+        """In the place of the one at work."""
+        recorder = self._make_recorder(self._recorder.kinds, self._recorder.window, wide)
+        recorder.wants_inputs = self._recorder.wants_inputs
+        return recorder
 
     def record(self, covariance: bool = True) -> AbstractContextManager[None]:
         """Watch every forward pass inside the block; the result of the forward never changes.
@@ -150,23 +157,69 @@ class Pruner:
         """Inside, nothing is recorded: for validation within a `record` block."""
         return self._recorder.paused()
 
-    def watch_everything(self) -> None:
+    def watch_everything(self, on: bool = True) -> None:
         """From now on record what a pruner of any criterion, compensation and window may ask, so that it can go on from here.
 
-        Before anything is recorded; what was is forgotten. Covariances are left to calibration batches.
+        Before anything is recorded; what was is forgotten. Covariances are left to calibration batches. ``on=False`` ends it:
+        of what was recorded, the part that this pruner asks for stays.
         """
-        recorder = self._recorder
-        self._recorder = self._new_recorder(recorder.kinds, recorder.window, wide=True)
+        before, self._recorder = self._recorder, self._new_recorder(wide=on)
+        if not on:
+            self._recorder.restore(before.state())
 
-    def recorded(self) -> dict:
-        """All that was recorded, trace included, as plain data and tensors."""
-        return self._recorder.state()
+    @property
+    def watches_everything(self) -> bool:
+        return self._recorder.wide
 
-    def go_on_from(self, recorded: dict) -> None:
-        """Take what `recorded` gave, from a pruner of the same network: the part that this one asks for."""
-        recorder = self._recorder
-        self._recorder = self._new_recorder(recorder.kinds, recorder.window)
-        self._recorder.restore(recorded)
+    # Stopping and going on.
+
+    def state(self) -> dict:
+        """All that `restore` needs, as tensors and plain data: ``torch.save`` it, and load it with ``weights_only=True``.
+
+        It holds which neurons are left and masked, and all that was recorded. The model's, the optimizer's and the averaged
+        copies' own ``state_dict()`` are saved beside it. Tensors are those at work, as in a ``state_dict()``.
+        """
+        here = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {
+            "kept": dict(self._recorder.ids),
+            "masked": dict(self._alive),
+            "added": sorted(here - self._born),
+            "random": self._generator.get_state(),
+            "recorded": self._recorder.state(),
+        }
+
+    def restore(self, state: dict) -> None:
+        """Be where another pruner was when it gave `state`; for a pruner just made, of a network as it was before all events.
+
+        Repeats the cuts, masks and new biases on the model, the optimizer and the averaged copies, so that the state_dicts
+        saved beside ``state`` fit, to be loaded next: of the model and the copies, then, once it is made anew, of a
+        learning-rate schedule, then of the optimizer. Values are theirs to bring. What was recorded is taken over in the part that this
+        pruner's criterion, compensation and window ask for.
+
+        Raises:
+            PruningError: ``state`` is of another network, or this one was pruned before. Nothing is changed then.
+        """
+        if self.widths != self._original:
+            raise PruningError("restore() needs a network that nothing was removed from: build it and its Pruner anew")
+        kept, masked = state["kept"], state["masked"]
+        recorder = self._new_recorder(self._recorder.wide)
+        recorder.restore(state["recorded"])
+        for name, size in self._original.items():
+            if name not in kept or (len(kept[name]) and int(kept[name].max()) >= size):
+                raise PruningError(f"the state is of another network: group {name!r} of {size} neurons does not fit it")
+        self._repeat(kept, state["added"], "rebuild")
+        if masked:
+            self._repeat(masked, state["added"], "mask")
+        self._generator.set_state(state["random"])
+        self._recorder = recorder
+
+    def _repeat(self, kept: Kept, added: list[str], mode: str) -> None:
+        """One event in the place of all that led to ``kept``, with any numbers in the biases that they added."""
+        cuts = cuts_for(self.groups, kept)
+        here = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        layers = {name.rpartition(".")[0] for name in added if name not in here}
+        read = {layer: stays for layer, stays in positions_read(cuts).items() if layer in layers}
+        self._operate(kept, cuts, uniform_stand_ins(self.model, read, lambda module: 1.0), mode)
 
     def close_window(self, step: int | None = None) -> None:
         """End a recording window: its moments become rows of `trace`. ``step`` defaults to the batches seen."""
@@ -176,6 +229,10 @@ class Pruner:
     def trace(self) -> list[TraceRow]:
         """One row per group and closed window."""
         return self._recorder.trace
+
+    def take_trace(self) -> list[TraceRow]:
+        """The rows of `trace`, which is empty then: for a long run that keeps them elsewhere."""
+        return self._recorder.take_trace()
 
     @property
     def widths(self) -> dict[str, int]:
@@ -348,7 +405,7 @@ class Pruner:
     def _calibrate(self, batches: list[tuple] | None) -> tuple[list[list[Tensor]], Recorder | None]:
         if batches is None:
             return [], None
-        recorder = self._new_recorder(self._recorder.kinds)
+        recorder = self._make_recorder(self._recorder.kinds)
         with recorder.record():
             before = outputs(self.model, batches)
         recorder.exchange()

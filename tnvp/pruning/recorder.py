@@ -107,6 +107,7 @@ class Recorder:
         if window not in WINDOWS:
             raise PruningError(f"unknown window {window!r}: choose one of {', '.join(WINDOWS)}")
         self.model, self.window, self.kinds, self.ranks = model, window, tuple(kinds), ranks
+        self.wide = wide
         self.watched = tuple(dict.fromkeys((*self.kinds, *EVERYTHING))) if wide else self.kinds
         self._windows = WINDOWS if wide else (window,)
         self._traced = "preactivation" if self.kinds[:1] == ("preactivation",) else "activation"
@@ -129,6 +130,12 @@ class Recorder:
     def trace(self) -> list[TraceRow]:
         """One row per group and closed window."""
         return self._traces[self._traced]
+
+    def take_trace(self) -> list[TraceRow]:
+        """The rows of `trace`, which begins anew."""
+        rows = self.trace
+        self._traces = {kind: [] for kind in self._traces}
+        return rows
 
     def signals(self, group: NeuronGroup) -> list[Signal]:
         """The signals watched for this group."""

@@ -1,0 +1,104 @@
+"""When the state of a run is kept, and how a signal stops it: at the end of a step, after that is kept.
+
+SIGTERM and SIGINT (Ctrl-C) end a run while it trains after the step at work; elsewhere, or at the second of them, at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tnvp.training import Callback, Fit
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run; ``status`` is the process's exit status then. No Exception: nothing goes on after it."""
+
+    def __init__(self, number: int):
+        self.number, self.status = number, 128 + number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+class Interrupts:
+    """Whether a signal came, and whether it waits for a step to end."""
+
+    def __init__(self):
+        self.number: int | None = None
+        self.waits = False
+
+    @contextmanager
+    def handled(self) -> Iterator[Interrupts]:
+        """Inside, signals come here. Only the main thread can do that; in another they act as before."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        at_once = self.number is not None or not self.waits
+        self.number = number
+        if at_once:
+            raise Stopped(number)
+
+    def end(self) -> None:
+        """Raises Stopped if a signal came and waited."""
+        if self.number is not None:
+            raise Stopped(self.number)
+
+
+class Checkpointing(Callback):
+    """Calls ``keep(fit)`` after every epoch, every ``steps`` steps and ``minutes`` minutes, and before a signal ends the run.
+
+    The last of the callbacks: what they do at a step is done and written by then. A state with NaN or Inf is not kept.
+    ``greatest(*values)``: of each value the greatest of all processes that make this run, since a signal comes to each by itself.
+    """
+
+    def __init__(
+        self,
+        keep: Callable[[Fit], None],
+        steps: int | None,
+        minutes: float | None,
+        interrupts: Interrupts,
+        greatest: Callable[..., Sequence[int]] = lambda *values: values,
+    ):
+        self.keep, self.steps, self.minutes, self.interrupts = keep, steps, minutes, interrupts
+        self.greatest = greatest
+        self._last = time.monotonic()
+
+    def on_start(self, fit: Fit) -> None:
+        self.interrupts.waits = True
+
+    def on_step(self, fit: Fit) -> None:
+        if not fit.ends_epoch:
+            self._keep(fit, self._is_due(fit.step))
+
+    def on_epoch(self, fit: Fit) -> None:
+        self._keep(fit, True)
+
+    def _keep(self, fit: Fit, due: bool) -> None:
+        due, number = self.greatest(int(due), self.interrupts.number or 0)
+        if not (due or number):
+            return
+        fit.require_finite()
+        self.keep(fit)
+        self._last = time.monotonic()
+        if number:
+            raise Stopped(number)
+
+    def on_end(self, fit: Fit) -> None:
+        self.interrupts.waits = False
+
+    def _is_due(self, step: int) -> bool:
+        if self.steps is not None and step % self.steps == 0:
+            return True
+        return self.minutes is not None and time.monotonic() - self._last >= 60 * self.minutes
