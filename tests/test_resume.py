@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.test_experiment import compose
-from tnvp import experiment
+from tnvp import experiment, tracking
 from tnvp.config import Config
 from tnvp.results import RunDirectory
 from tnvp.resume import Checkpointing
@@ -85,3 +85,41 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             experiment.run(config)
     assert_same(finished(config), undisturbed)
+
+
+class Recorded(tracking.Tracker):
+    """Remembers the rows of all calls. A server that has some of a run's rows already is told them again."""
+
+    where = "somewhere"
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, record):
+        self.rows.append({key: value for key, value in record.items() if value is not None})
+
+    def event(self, record):
+        self.rows.append(without_times(record))
+
+    def histogram(self, name, values, step):
+        self.rows.append((name, list(values), step))
+
+
+@pytest.mark.parametrize("kind", ["one_shot, trunk", "gradual"])
+def test_a_run_that_goes_on_tells_the_tracker_the_same_rows_in_the_same_order(kind, tmp_path, monkeypatch):
+    trackers = []
+    monkeypatch.setattr(experiment, "start_tracking", lambda *a: trackers.append(Recorded()) or trackers[-1])
+    monkeypatch.setattr(experiment, "PART_ROWS", 50)
+    config = small(tmp_path / "a", *RUNS[kind])
+    finished(config)
+    (whole,) = [tracker.rows for tracker in trackers]
+    dies_at(monkeypatch, {"gradual": [9, 17]}.get(kind, [13, 27]))
+    config = small(tmp_path / "b", *RUNS[kind], "checkpoint_steps=4")
+    for _ in range(2):
+        with pytest.raises(Killed):
+            experiment.run(config)
+    finished(config)
+    assert trackers[-1].rows == whole
+    assert {type(row) for row in whole} == {dict, tuple} and any("groups" in row for row in whole)
+    for part in trackers[1:-1]:
+        assert part.rows == whole[: len(part.rows)]

@@ -71,15 +71,15 @@ def isolate(directory, patch):
     patch.setenv("NETRC", str(directory / "netrc"))
 
 
-def begin(mode, directory, name="run"):
+def begin(mode, directory, name="run", **more):
     directory.mkdir(parents=True, exist_ok=True)
     options = dict(project="tnvp", entity=None, group="study", job_type="one_shot", name=name, tags=["a", "b"])
-    return tracking.start(mode, directory=directory, config=CONFIG, **options)
+    return tracking.start(mode, directory=directory, config=CONFIG, **options, **more)
 
 
-def record_run(mode, directory, name="run"):
+def record_run(mode, directory, name="run", **more):
     """A whole run with everything in it; its tracker, finished."""
-    tracker = begin(mode, directory, name)
+    tracker = begin(mode, directory, name, **more)
     Image.linear_gradient("L").save(directory / "trace.png")
     (directory / "model.pt").write_bytes(b"weights" * 100)
     for record in RECORDS:
@@ -501,3 +501,39 @@ def test_a_server_gets_the_same_run_live_and_by_sync_and_may_die(server, recorde
     out, err = streaming.communicate("\n", timeout=60)
     assert streaming.returncode == 0 and float(out) < 15, err
     assert "wandb sync --include-online" in err and "tracking.mode=offline" in err
+
+
+def half_a_run(directory):
+    """Killed when the server (or the file) had some rows; prints the id, waits for the kill."""
+    for mode in ("online", "offline"):
+        tracker = begin(mode, directory / mode)
+        for record in RECORDS[:5]:
+            tracker.log(record)
+        print(tracker.state()["id"], flush=True)
+    input()
+
+
+def test_a_killed_run_is_one_run_on_the_server_live_and_by_sync(server, tmp_path):
+    _, url, key = server
+    access = {"WANDB_BASE_URL": url, "WANDB_API_KEY": key}
+    process = spawn(half_a_run, tmp_path, **access)
+    live, later = (process.stdout.readline().strip() for _ in range(2))
+    for _ in range(100):
+        if len(on_server(url, live)[1].get("train/loss", [])) >= 3:
+            break
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    outcome(spawn(go_on, tmp_path, IDS=f"{live} {later}", **access))
+    folders = sorted(map(str, (tmp_path / "offline" / "wandb").glob("offline-run-*")))
+    assert len(folders) == 2
+    for folder in folders:
+        sync = [sys.executable, "-m", "wandb", "sync", folder]
+        subprocess.run(sync, check=True, capture_output=True, env=os.environ | access, timeout=60)
+    for identity in (live, later):
+        assert_complete(url, identity, "run")
+
+
+def go_on(directory):
+    for mode, identity in zip(("online", "offline"), os.environ["IDS"].split(), strict=True):
+        record_run(mode, directory / mode, resumed={"id": identity})

@@ -22,6 +22,8 @@ class Journal(Callback):
         self.validation, self.every = validation, every
         self.records: list[dict] | None = None
         self._logged = Totals(0.0, 0, 0)
+        self._written = 0
+        self._events_after: list[int] = []  # how many records each event came after
 
     def on_step(self, fit: Fit) -> None:
         if fit.step % self.every == 0:
@@ -45,11 +47,33 @@ class Journal(Callback):
                 self._histograms(record["step"])
 
     def state(self) -> dict:
-        return {"logged": tuple(self._logged), "records": self.records}
+        return {
+            "logged": tuple(self._logged),
+            "records": self.records,
+            "written": self._written,
+            "events_after": self._events_after,
+        }
 
     def go_on_from(self, state: dict) -> None:
-        """Go on where another was when it gave `state`; what it wrote is in the directory."""
+        """Go on where another was when it gave `state`; what it wrote is in the directory, and is told to the tracker again."""
         self._logged, self.records = Totals(*state["logged"]), state["records"]
+        self._written, self._events_after = state["written"], list(state["events_after"])
+        if self.tracker.where:
+            self._tell_again()
+
+    def _tell_again(self) -> None:
+        """All rows that the tracker had, in the same order."""
+        traces = pd.concat([self.directory.traces(), trace_table(self.pruner.trace)], ignore_index=True)
+        windows = dict(list(traces.groupby("step")))
+        events = list(zip(self._events_after, self.directory.events(), strict=True))
+        for number, record in enumerate([*self.directory.records(), None]):
+            while events and events[0][0] == number:
+                self.tracker.event(events.pop(0)[1])
+            if record is not None:
+                self.tracker.log(record)
+                if "validation/accuracy" in record and record["step"] in windows:
+                    for group, rows in windows[record["step"]].groupby("group", sort=False):
+                        self.tracker.histogram(f"variance/{group}", rows["variance"].tolist(), record["step"])
 
     def write_traces(self, at_least: int = 1) -> None:
         """Move the pruner's trace to the directory, if it has ``at_least`` rows there."""
@@ -58,6 +82,7 @@ class Journal(Callback):
 
     def event(self, record: dict) -> None:
         """One prune event."""
+        self._events_after.append(self._written)
         self.directory.event(record)
         self.tracker.event(record)
 
@@ -75,6 +100,7 @@ class Journal(Callback):
             self.tracker.histogram(f"variance/{row.group}", row.variance.tolist(), step)
 
     def _write(self, record: dict) -> None:
+        self._written += 1
         if self.records is not None:
             self.records.append(record)
         self.directory.log(record)

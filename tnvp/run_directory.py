@@ -178,9 +178,13 @@ class RunDirectory:
         """summary.json. Raises ResultsError if it is missing (the run is unfinished) or unreadable."""
         return _read(self.summary_path, lambda: json.loads(self.summary_path.read_bytes()))
 
+    def records(self) -> list[dict]:
+        """The records of metrics.jsonl in order; [] before the first."""
+        return _records(self.metrics_path)
+
     def metrics(self) -> pd.DataFrame:
-        """One row a record of metrics.jsonl, NaN where a record lacks a key; empty before the first."""
-        frame = pd.DataFrame(_records(self.metrics_path))
+        """The same as a table, NaN where a record lacks a key."""
+        frame = pd.DataFrame(self.records())
         unknown = [name for name in frame if frame[name].isna().all()]  # all null: pandas would say "object"
         return frame.astype(dict.fromkeys(unknown, "float64"))
 

@@ -73,7 +73,7 @@ class Tracker:
         """A finished file as artifact. Offline it is not copied: keep it in place until `wandb sync`."""
 
     def state(self) -> dict[str, Any]:
-        """What `start` needs to go on with the same copy later, as plain data."""
+        """What `start` needs to go on with the same copy later, as plain data: its "id", if there is one."""
         return {}
 
     def finish(self, failed: bool = False) -> None:
@@ -96,12 +96,14 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 class WandbTracker(Tracker):
     """Copies records to one W&B run, which it owns.
 
-    run: what `wandb.init` returned. warned: whether the run's one warning was given already.
+    run: what `wandb.init` returned. warned: whether the run's one warning was given already. Of a run that goes on, the server
+    has some rows already: that many are counted and not sent.
     """
 
     def __init__(self, run: Any, *, warned: bool = False) -> None:
         self._run = run
         self._warned = warned
+        self._rows, self._rows_there = 0, run.step
         self._finished = False
         self._step = 0
         self._defined: set[str] = set()
@@ -162,6 +164,9 @@ class WandbTracker(Tracker):
         artifact.add_file(str(Path(path).absolute()), policy="immutable")
         self._run.log_artifact(artifact)
 
+    def state(self) -> dict[str, Any]:
+        return {"id": self._run.id}
+
     @_guarded
     def finish(self, failed: bool = False) -> None:
         if self._finished:
@@ -186,7 +191,9 @@ class WandbTracker(Tracker):
             pruned = key.startswith("pruned/") and key != PRUNED_AXIS
             self._run.define_metric(key, step_metric=PRUNED_AXIS if pruned else "step")
             self._defined.add(key)
-        self._run.log(values)
+        self._rows += 1
+        if self._rows > self._rows_there:
+            self._run.log(values)
 
     def _complain(self, doing: str, error: Exception) -> None:
         _logger.log(
@@ -220,6 +227,11 @@ def start(
     directory: the run directory; W&B writes into its subdirectory wandb. group: the study. config: the
     resolved config, nested; it is passed on as it is, and nothing of the environment is added. An online run
     without credentials, or without a server that answers within INIT_SECONDS, is recorded offline.
+
+    resumed: the `Tracker.state` of this run's copy so far, to go on with it under its id. Every row is to be told again, in
+    the old order: a server gets those that it lacks; offline there is a second folder, which holds the whole run, since
+    `wandb sync` puts what it uploads in the place of what the server has of the id.
+
     ValueError for another mode.
     """
     mode = effective_mode(mode)
@@ -227,6 +239,7 @@ def start(
         return Tracker()
     options = dict(dir=str(Path(directory).absolute()), project=project, entity=entity, group=group)
     options |= dict(job_type=job_type, name=name, tags=list(tags) or None, config=config)
+    options["id"] = (resumed or {}).get("id") or secrets.token_hex(4)
     errors = []
     for attempt in ("online", "offline") if mode == "online" else ("offline",):
         try:
@@ -299,7 +312,8 @@ def _init(mode: str, options: dict[str, Any]) -> Any:
         x_save_requirements=False,
     )
     # "create_new": a run that anyone else in this process left open is neither joined nor ended.
-    return wandb.init(mode=mode, id=secrets.token_hex(4), reinit="create_new", settings=settings, **options)
+    resume = "allow" if mode == "online" else None  # offline W&B can't
+    return wandb.init(mode=mode, resume=resume, reinit="create_new", settings=settings, **options)
 
 
 def _event_key(key: str) -> str:
