@@ -1,8 +1,9 @@
 """Compose a configuration, or a sweep of them, and run the experiment: `python run.py --help`.
 
 Every point of a sweep is composed and checked before the first one runs; then Hydra takes over, with whatever launcher it
-was given. At the end a table tells how each point stands. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad
-input (with one message), 130 or 143 interrupted by SIGINT or SIGTERM: the same command goes on.
+was given. At the end a table tells how each point stands. One run may have several processes: `torchrun --standalone
+--nproc-per-node=2 run.py …`. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad input (with one message), 130 or
+143 interrupted by SIGINT or SIGTERM: the same command goes on.
 """
 
 import os
@@ -29,6 +30,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from tnvp.config import VERSION, Config, ConfigError, describe, not_a_choice, register, resolve
+from tnvp.distributed import number, processes
 
 CONF = Path(__file__).resolve().parent / "conf"
 STATUSES: list[int] = []  # of the single run that this process made
@@ -53,10 +55,14 @@ def main() -> int:
         if flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             job()
             return 0
+        if flags.multirun and processes() > 1:
+            raise ConfigError(
+                "-m with several processes: one run at a time under torchrun, or the sweep without torchrun"
+            )
         plan = compose(flags)
         return run_sweep(plan, flags) if plan.folder else run_once(flags)
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
-        print(explain(error), file=sys.stderr)
+        tell(explain(error))
         return 2
     except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
         return told(stop)
@@ -152,14 +158,20 @@ def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, w
         state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
         experiment.run(config)
     except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
-        print(error, file=sys.stderr)
+        tell(str(error))
         state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
         return {"path": path, "state": state, "why": str(error), "status": 2}
     except Exception as error:
-        traceback.print_exc()
+        tell(traceback.format_exc())
         why = f"{type(error).__name__}: {error}"
         return {"path": path, "state": "failed", "why": why, "status": 1, "traceback": traceback.format_exc()}
     return {"path": path, "state": state, "why": "", "status": 0}
+
+
+def tell(text: str) -> None:
+    """What went wrong, and in which process, if there are several."""
+    who = f"process {number()}: " if processes() > 1 else ""
+    print(who + text, file=sys.stderr)
 
 
 def does_search(hydra_config: DictConfig) -> bool:

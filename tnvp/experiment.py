@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, models, tracking, trunk
+from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal
@@ -30,17 +30,7 @@ from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import (
-    OPTIMIZERS,
-    Callback,
-    Fit,
-    TrainingError,
-    Validation,
-    device_of,
-    evaluate,
-    make_schedule,
-    train,
-)
+from tnvp.training import OPTIMIZERS, Alone, Callback, Fit, TrainingError, Validation, evaluate, make_schedule, train
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
@@ -52,35 +42,49 @@ PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoin
 
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
+    place = distributed.join()
+    summary = run_in(place, config)
+    place.leave()
+    return summary
+
+
+def run_in(place: Alone, config: Config) -> dict:
+    """The part of this process, alone or one of several: all do the same, and the one that leads writes and tells."""
     path = run_path(config)
-    if not config.force and (done := RunDirectory(path)).is_complete:
-        print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
+    done = RunDirectory(path)
+    if not config.force and place.of_first(done.is_complete):
+        if place.leads:
+            print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
         return done.summary
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    device = device_of(config.device)
-    images = data.load(**asdict(config.dataset), device=device)
+    device = place.device(config.device)
+    with place.first_alone():
+        images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
-    pruner = make_pruner(config, model, images)
+    pruner = make_pruner(config, place.adapt(model), images)
     check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
+    place.seed(config.seed)
 
-    with held(path):
-        if (done := RunDirectory(path)).is_complete and not config.force:
-            return done.summary  # of another process, meanwhile
-        directory, saved = begin(config, path, device)
-        tracker = start_tracking(config, directory, saved and saved["tracker"])
+    with place.folder(path) as folder, held(folder):
+        if place.of_first(done.is_complete) and not config.force:
+            return done.summary  # of another run, meanwhile
+        directory, saved = begin(config, folder, device, place.count)
+        saved = place.of_first(saved)
+        tracker = start_tracking(config, directory, saved and saved["tracker"]) if place.leads else tracking.Tracker()
         complete = False
         try:
-            with telling_what_was_kept(directory), Interrupts().handled() as interrupts:
-                study = Study(config, images, pruner, directory, tracker, interrupts)
+            with telling_what_was_kept(done), Interrupts().handled() as interrupts:
+                study = Study(config, images, pruner, directory, tracker, interrupts, place)
                 if saved is not None:
                     study.go_on_from(saved)
                 summary = study.run()
             complete = True
         finally:
             tracker.finish(failed=not complete)
-    print(describe(summary, config.pruning.name, directory, tracker))
+    if place.leads:
+        print(describe(summary, config.pruning.name, directory, tracker))
     return summary
 
 
@@ -96,12 +100,14 @@ def held(path: Path) -> Iterator[None]:
         ) from None
 
 
-def begin(config: Config, path: Path, device: torch.device) -> tuple[RunDirectory, dict | None]:
+def begin(config: Config, path: Path, device: torch.device, processes: int) -> tuple[RunDirectory, dict | None]:
     """The directory, and the state to go on from: None for a new run, which sets aside what was there."""
     directory, checkpoints = RunDirectory(path), Checkpoints(RunDirectory(path).checkpoint_path)
     if not config.force and checkpoints.paths():
         saved = checkpoints.newest(lambda state: directory.reaches(state["position"]))
         if saved is not None:
+            if (began := directory.environment.get("processes", 1)) != processes:
+                raise ResultsError(f"{path} was begun with processes={began}, not {processes}: as many, or force=true")
             directory.cut_back(saved["position"])
             fit = saved["fit"]
             print(f"{path}: goes on from step {fit['step']} ({fit['phase']}, epoch {fit['epoch']:.2f})", flush=True)
@@ -109,7 +115,8 @@ def begin(config: Config, path: Path, device: torch.device) -> tuple[RunDirector
         warnings.warn(f"{path} has no whole checkpoint: it is set aside, and the run starts over", stacklevel=2)
     directory = RunDirectory.create(path, aside=True)
     directory.write_config(to_dict(config))
-    directory.write_environment(environment(str(device), config.seed, config_hash(config), trunk_hash(config)))
+    facts = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
+    directory.write_environment(facts | {"processes": processes})
     return directory, None
 
 
@@ -143,8 +150,9 @@ class Study:
         directory: RunDirectory,
         tracker: tracking.Tracker,
         interrupts: Interrupts,
+        place: Alone,
     ):
-        self.config, self.images, self.pruner = config, images, pruner
+        self.config, self.images, self.pruner, self.place = config, images, pruner, place
         self.model, self.optimizer = pruner.model, pruner.optimizer
         self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
@@ -197,7 +205,8 @@ class Study:
     def train_trunk(self) -> None:
         """The dense epochs: taken from a run that shares them, or trained and kept for these."""
         config, goes_on = self.config, self.goes_on_in("dense")
-        shared = config.trunks and not config.compile  # code compiled around more hooks is other code
+        # Code compiled around more hooks is other code; several processes round otherwise than one.
+        shared = config.trunks and not config.compile and self.place.count == 1
         path = self.trunk_path(config.trunks) if shared else None
         with trunk.locked(path) if path else nullcontext():
             began = 0.0 if goes_on else self.seconds()
@@ -243,7 +252,7 @@ class Study:
     def shared_state(self) -> dict:
         """What a trunk and a checkpoint both hold, as plain data and tensors."""
         return {
-            "random": random_state(self.device),
+            "random": self.place.of_each(random_state(self.device)),
             "pruner": self.pruner.state(),
             "journal": self.journal.state(),
             "seconds": self.seconds(),
@@ -281,7 +290,8 @@ class Study:
             "tracker": self.tracker.state(),
             "position": self.directory.position(),
         }
-        self.checkpoints.write(fit.step, state)
+        if self.place.leads:
+            self.checkpoints.write(fit.step, state)
 
     def go_on_from(self, state: dict) -> None:
         """Be where this run was when it was kept; what `train` needs of that is taken there."""
@@ -298,7 +308,7 @@ class Study:
         self.journal.go_on_from(state["journal"])
         self.shuffle.set_state(state["shuffle"])
         self.seconds_elsewhere = state["seconds"]
-        restore_random_state(state["random"], self.device)
+        restore_random_state(self.place.own(state["random"]), self.device)
 
     def train(self, phase: str, epochs: int, lr: float, callbacks: Sequence[Callback] = ()) -> None:
         """``epochs`` epochs, ending at that of the best validation accuracy since the last prune event."""
@@ -306,7 +316,7 @@ class Study:
             return
         config = self.config
         resumed, self.resumed = self.resumed, None
-        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))] if config.progress else []
+        bar = [ProgressBar(lambda: self.pruner.widths, Console(stderr=True))] * (config.progress and self.place.leads)
         self.step = train(
             self.model,
             self.optimizer,
@@ -324,11 +334,14 @@ class Study:
                 self.validation,
                 self.journal,
                 *bar,
-                Checkpointing(self.keep, config.checkpoint_steps, config.checkpoint_minutes, self.interrupts),
+                Checkpointing(
+                    self.keep, config.checkpoint_steps, config.checkpoint_minutes, self.interrupts, self.place.greatest
+                ),
             ],
             precision=config.precision,
             compiled=config.compile,
             resumed=resumed,
+            place=self.place,
         )
         self.interrupts.end()
         self.validation.restore(self.model, self.optimizer)
@@ -342,7 +355,7 @@ class Study:
     def measure(self, split: data.Split, model: nn.Module) -> dict[str, float]:
         """Loss and accuracy of ``model`` on a split; not recorded."""
         with self.pruner.paused():
-            return evaluate(model, data.batches(self.images, split, EVALUATION_BATCH))
+            return self.place.of_first(evaluate(model, data.batches(self.images, split, EVALUATION_BATCH)))
 
     def make_event(self) -> PruneEvent:
         pruning, images = self.config.pruning, self.images

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tnvp.training import Callback, Fit
@@ -63,24 +63,40 @@ class Checkpointing(Callback):
     """Calls ``keep(fit)`` after every epoch, every ``steps`` steps and ``minutes`` minutes, and before a signal ends the run.
 
     The last of the callbacks: what they do at a step is done and written by then. A state with NaN or Inf is not kept.
+    ``greatest(*values)``: of each value the greatest of all processes that make this run, since a signal comes to each by itself.
     """
 
-    def __init__(self, keep: Callable[[Fit], None], steps: int | None, minutes: float | None, interrupts: Interrupts):
+    def __init__(
+        self,
+        keep: Callable[[Fit], None],
+        steps: int | None,
+        minutes: float | None,
+        interrupts: Interrupts,
+        greatest: Callable[..., Sequence[int]] = lambda *values: values,
+    ):
         self.keep, self.steps, self.minutes, self.interrupts = keep, steps, minutes, interrupts
+        self.greatest = greatest
         self._last = time.monotonic()
 
     def on_start(self, fit: Fit) -> None:
         self.interrupts.waits = True
 
     def on_step(self, fit: Fit) -> None:
-        if not fit.ends_epoch and (self._is_due(fit.step) or self.interrupts.number is not None):
-            self.on_epoch(fit)
+        if not fit.ends_epoch:
+            self._keep(fit, self._is_due(fit.step))
 
     def on_epoch(self, fit: Fit) -> None:
+        self._keep(fit, True)
+
+    def _keep(self, fit: Fit, due: bool) -> None:
+        due, number = self.greatest(int(due), self.interrupts.number or 0)
+        if not (due or number):
+            return
         fit.require_finite()
         self.keep(fit)
         self._last = time.monotonic()
-        self.interrupts.end()
+        if number:
+            raise Stopped(number)
 
     def on_end(self, fit: Fit) -> None:
         self.interrupts.waits = False

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,9 +153,11 @@ class Fit:
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Count one batch towards the epoch's sums, without synchronising the device."""
-        self._loss = self._loss + loss.detach() * len(labels)
-        self._correct = self._correct + (scores.detach().argmax(1) == labels).sum()
-        self._seen += len(labels)
+        self.add_sums(loss.detach() * len(labels), (scores.detach().argmax(1) == labels).sum(), len(labels))
+
+    def add_sums(self, loss: Tensor, correct: Tensor, seen: int) -> None:
+        """The same, from the batch's sums."""
+        self._loss, self._correct, self._seen = self._loss + loss, self._correct + correct, self._seen + seen
 
     def totals(self) -> Totals:
         """Sums since the epoch's start; synchronises. Raises TrainingError where the loss is NaN or Inf."""
@@ -196,6 +199,63 @@ class Callback:
         """After the last epoch, or on the way out of an error."""
 
 
+class Alone:
+    """How this process takes part in a run: here as the only one, with whole batches. `distributed.Rank` is one of several."""
+
+    number, count = 0, 1
+    wrappers: Sequence[
+        Callable
+    ] = ()  # what the network is called through, made anew when its parameters are other objects
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that tells and writes."""
+        return self.number == 0
+
+    def leave(self) -> None:
+        """At the end of the run."""
+
+    def device(self, name: str) -> torch.device:
+        return device_of(name)
+
+    def first_alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def folder(self, path: Path) -> AbstractContextManager[Path]:
+        return nullcontext(path)
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def seed(self, seed: int) -> None:
+        """Once the network is made."""
+
+    def of_first(self, value: Any) -> Any:
+        return value
+
+    def of_each(self, value: Any) -> Any:
+        return value
+
+    def own(self, values: Any) -> Any:
+        """This process's share of what `of_each` gave."""
+        return values
+
+    def greatest(self, *values: int) -> Sequence[int]:
+        return values
+
+    def part(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y)
+
+    def add(self, fit: Fit, loss: Tensor, scores: Tensor, y: Tensor) -> None:
+        fit.add(loss, scores, y)
+
+    def settle(self) -> None:
+        """After each step."""
+
+
 def train(
     model: nn.Module,
     optimizer: Optimizer,
@@ -210,20 +270,22 @@ def train(
     precision: str = "float32",
     compiled: bool = False,
     resumed: dict | None = None,
+    place: Alone | None = None,
 ) -> int:
     """Train ``model`` in place and return the step reached.
 
     ``epoch_batches()`` gives one epoch of (inputs, labels [B]) on the model's device. ``precision`` is autocast's; float16
     scales the loss. ``compiled`` runs the forward through torch.compile, anew whenever a callback changed the parameters.
     ``resumed``: the `Fit.state` of a call like this one, to go on from; its epoch's batches are asked for again, and those that it
-    had are skipped.
+    had are skipped. ``place``: this process's among several that train ``model`` together, each with the same batches.
     """
+    place = place or Alone()
     device = next(model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
     fit = Fit(model, optimizer, phase, epochs, steps_per_epoch, step=first_step, schedule=schedule, scaler=scaler)
     if resumed is not None:
         fit.restore(resumed)
-    forward = _Forward(model, compiled)
+    forward = _Forward(model, [*place.wrappers, *[torch.compile] * compiled])
     y = ()
     try:
         for callback in callbacks:
@@ -233,9 +295,10 @@ def train(
                 fit.restart()
             model.train()
             for x, y in islice(epoch_batches(), fit.batches_done, None):
+                x, y = place.part(x, y)
                 with autocast(device, precision):
                     scores = forward(x)
-                    loss = F.cross_entropy(scores, y)
+                    loss = place.loss(scores, y)
                 optimizer.zero_grad(set_to_none=True)
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
@@ -244,7 +307,8 @@ def train(
                 fit.step += 1
                 fit.batches_done += 1
                 fit.epoch = epoch + fit.batches_done / steps_per_epoch
-                fit.add(loss, scores, y)
+                place.add(fit, loss, scores, y)
+                place.settle()
                 for callback in callbacks:
                     callback.on_step(fit)
             fit.epochs_done, fit.batches_done = epoch + 1, 0
@@ -259,16 +323,18 @@ def train(
 
 
 class _Forward:
-    """The model, or its compiled form, compiled anew when its parameters are other objects than before."""
+    """The model in its wrappers (compiled, or shared with other processes), made anew when its parameters are other objects."""
 
-    def __init__(self, model: nn.Module, compiled: bool):
-        self.model, self.compiled = model, compiled
+    def __init__(self, model: nn.Module, wrappers: Sequence[Callable]):
+        self.model, self.wrappers = model, wrappers
         self.call: Callable = model
         self.parameters: list[int] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.compiled and self.parameters != (now := [id(p) for p in self.model.parameters()]):
-            self.call, self.parameters = torch.compile(self.model), now
+        if self.wrappers and self.parameters != (now := [id(p) for p in self.model.parameters()]):
+            self.call, self.parameters = self.model, now
+            for wrap in self.wrappers:
+                self.call = wrap(self.call)
         return self.call(x)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ from .optimizer_state import (
     trained_names,
     warn_of_strangers,
 )
+from .ranks import fingerprint, gathered, require_alike, require_bare, several
 from .recorder import WINDOWS, Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
@@ -67,6 +69,14 @@ class Pruner:
         mode: "rebuild" shrinks layers; "mask" makes removed rows zero and keeps them so, until `rebuild`.
         coupled: how the scores of several layers that write or read one group are combined: "mean", "sum" or "max".
         seed: of the criterion "random".
+        process_group: of the processes that train this network together (DistributedDataParallel); None is the default group
+            where `torch.distributed` is initialised, and otherwise this process alone.
+
+    On several ranks ``model`` is the bare network, which the caller wraps in DistributedDataParallel, and wraps anew after
+    every event: a wrapper holds the parameters it was made with, and would no longer average the new ones' gradients.
+    Every rank records its part of each batch; `close_window`, `state`, `prune` and `rebuild` merge the parts and wait for
+    the other ranks, so all must call them. With `prune`, each rank hands in its own part of the calibration batches;
+    ``output_error`` and the certificate are those of that part.
 
     Raises:
         PruningError: bad arguments, an unknown name, nothing prunable.
@@ -88,7 +98,9 @@ class Pruner:
         mode: str = "rebuild",
         coupled: str = "mean",
         seed: int = 0,
+        process_group: dist.ProcessGroup | None = None,
     ):
+        require_bare(model)
         choose("criterion", criterion, CRITERIA)
         choose("compensation", compensation, COMPENSATIONS)
         choose("coupled", coupled, COUPLINGS)
@@ -117,14 +129,21 @@ class Pruner:
         self._born = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
-        self._looks_at = window
+        self._looks_at, self._ranks = window, process_group
         recorded = window if window in WINDOWS else "cumulative"
-        self._recorder = Recorder(
-            model, self.groups, dict.fromkeys(s for s in signals if s) or ("activation",), recorded
-        )
+        self._recorder = self._make_recorder(dict.fromkeys(s for s in signals if s) or ("activation",), recorded)
         self._recorder.wants_inputs = self._inputs is None
 
     # Recording.
+
+    def _make_recorder(self, kinds: Iterable[str], window: str = "cumulative", wide: bool = False) -> Recorder:
+        return Recorder(self.model, self.groups, kinds, window, wide, self._ranks)
+
+    def _new_recorder(self, wide: bool) -> Recorder:
+        """In the place of the one at work."""
+        recorder = self._make_recorder(self._recorder.kinds, self._recorder.window, wide)
+        recorder.wants_inputs = self._recorder.wants_inputs
+        return recorder
 
     def record(self, covariance: bool = True) -> AbstractContextManager[None]:
         """Watch every forward pass inside the block; the result of the forward never changes.
@@ -151,11 +170,6 @@ class Pruner:
     @property
     def watches_everything(self) -> bool:
         return self._recorder.wide
-
-    def _new_recorder(self, wide: bool) -> Recorder:
-        recorder = Recorder(self.model, self.groups, self._recorder.kinds, self._recorder.window, wide)
-        recorder.wants_inputs = self._recorder.wants_inputs
-        return recorder
 
     # Stopping and going on.
 
@@ -284,9 +298,15 @@ class Pruner:
         started = time.perf_counter()
         with self.paused(), torch.random.fork_rng(devices=[]):
             check_widths(self.model, self.groups)
+            self._meet()
             before, calibrated = self._calibrate(batches)
-            scores = self._scores(calibrated)
+            scores = gathered(self._scores(calibrated), self._ranks)[0]
             kept = self._select(requested, scores, limits)
+            require_alike(
+                {name: index.tolist() for name, index in kept.items()},
+                "they would keep other neurons; call prune() with the same arguments on all ranks",
+                self._ranks,
+            )
             self._prove(
                 self._inputs or (batches[0] if batches else self._recorder.seen), kept, "this cut can't be made"
             )
@@ -301,6 +321,7 @@ class Pruner:
         """
         with self.paused():
             check_widths(self.model, self.groups)
+            self._meet()
             kept = self._living()
             check_masked(self.model, cuts_for(self.groups, kept))
             return self._event({}, kept, None, "rebuild", [], None, None, None)
@@ -309,6 +330,15 @@ class Pruner:
         """Measure the batch norms' running statistics anew on ``batches``, in the form of ``calibration``."""
         with self.paused():
             recalibrate(self.model, calibration_batches(batches, "recalibrate"))
+
+    def _meet(self) -> None:
+        """All ranks have the same network, and from here on the same moments."""
+        if several(self._ranks):
+            trouble = (
+                "their weights are not the same; wrap the network in a new DistributedDataParallel after every event"
+            )
+            require_alike(fingerprint(self.model), trouble, self._ranks)
+            self._recorder.exchange()
 
     def _event(
         self,
@@ -375,9 +405,10 @@ class Pruner:
     def _calibrate(self, batches: list[tuple] | None) -> tuple[list[list[Tensor]], Recorder | None]:
         if batches is None:
             return [], None
-        recorder = Recorder(self.model, self.groups, self._recorder.kinds)
+        recorder = self._make_recorder(self._recorder.kinds)
         with recorder.record():
             before = outputs(self.model, batches)
+        recorder.exchange()
         return before, recorder
 
     def _scores(self, calibrated: Recorder | None) -> Scores:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .attention import explicit_attention
@@ -21,6 +23,7 @@ from .channels import NeuronGroup
 from .errors import PruningError
 from .layers import ATTENTION, channel_dim, kind_of, layer_input, tensor_of
 from .moments import DecayingMoments, Moments
+from .ranks import gathered, several
 
 Signal = tuple[str, str]  # (layer, "in" or "out")
 Stream = tuple[str, str, str]  # a signal and the quantity that is kept of it
@@ -89,6 +92,9 @@ class Recorder:
     "covariance". ``window`` says what a score looks at: "cumulative" (since the start), "since_prune", or "ema"
     (exponentially weighted over batches). ``wide`` also keeps what all other kinds and windows would have, so that a recorder
     of any of them can `restore` its `state`.
+
+    On several ranks each sees its part of the batches, and ``_mine`` holds what it saw since the last `exchange`, which
+    merges all ranks' parts: everything else here is of all ranks, and the same on each.
     """
 
     def __init__(
@@ -98,10 +104,11 @@ class Recorder:
         kinds: Iterable[str],
         window: str = "cumulative",
         wide: bool = False,
+        ranks: dist.ProcessGroup | None = None,
     ):
         if window not in WINDOWS:
             raise PruningError(f"unknown window {window!r}: choose one of {', '.join(WINDOWS)}")
-        self.model, self.window, self.kinds = model, window, tuple(kinds)
+        self.model, self.window, self.kinds, self.ranks = model, window, tuple(kinds), ranks
         self.wide = wide
         self.watched = tuple(dict.fromkeys((*self.kinds, *EVERYTHING))) if wide else self.kinds
         self._windows = WINDOWS if wide else (window,)
@@ -183,14 +190,14 @@ class Recorder:
             self._paused = before
 
     def observe(self, signal: Signal, x: Tensor, channel: int) -> None:
-        if self._paused or x.numel() == 0:
+        if self._paused or (x.numel() == 0 and not several(self.ranks)):  # an empty part belongs to others' batch
             return
         with torch.no_grad():
             seen, wide = x.detach(), self._covariance_stream(signal)
             batch = Moments.of(seen, channel) if wide is None else Moments.of(seen, channel, True, wide.locations)
             self._merge((*signal, "value"), batch)
             if wide is not None:
-                wide.merge(batch)
+                self._merge((*signal, "covariance"), batch)
             if (*signal, "nonzero") in self._current:
                 self._merge((*signal, "nonzero"), Moments.of((seen != 0).float(), channel))
         if (*signal, "taylor") in self._current and x.requires_grad and torch.is_grad_enabled():
@@ -199,9 +206,45 @@ class Recorder:
             self.batches += 1
 
     def _merge(self, stream: Stream, batch: Moments) -> None:
+        """Count a batch, or this rank's part of one, which waits for the others' parts."""
+        if not several(self.ranks):
+            return self._add(stream, batch)
+        waiting, covariance = self._mine.setdefault(stream, []), stream[2] == "covariance"
+        if not waiting or "ema" in self._windows:  # decay counts batches, so each part waits by itself
+            waiting.append(Moments(covariance, batch.locations))
+        waiting[-1].merge(batch)
+
+    def _add(self, stream: Stream, batch: Moments) -> None:
+        """Count a whole batch."""
+        if stream[2] == "covariance":
+            return self._covariances[stream[:2]].merge(batch)
         self._current[stream].merge(batch)
         if "ema" in self._totals:
             self._totals["ema"][stream].merge(batch)
+
+    def exchange(self) -> None:
+        """Merge what the ranks saw since the last time, part by part in rank order. All ranks must call it."""
+        if not several(self.ranks):
+            return
+        device = next(self.model.parameters()).device
+        mine = {stream: [_on("cpu", vars(part)) for part in parts] for stream, parts in self._mine.items()}
+        found = gathered((self.batches, mine), self.ranks)
+        self._mine, self.batches = {}, max(batches for batches, _ in found)
+        for stream in dict.fromkeys(stream for _, theirs in found for stream in theirs):
+            for parts in zip_longest(*(theirs.get(stream, []) for _, theirs in found)):
+                self._add(stream, self._whole(stream, [_moments(Moments, part, device) for part in parts if part]))
+
+    def _whole(self, stream: Stream, parts: list[Moments]) -> Moments:
+        """The batch that the ranks' ``parts`` make up. The loss of all is the mean of the ranks' losses, and so are gradients."""
+        whole, signal = Moments(stream[2] == "covariance", parts[0].locations), stream[:2]
+        for part in parts:
+            whole.merge(part)
+        if stream[2] == "taylor" and whole.count:
+            ranks = dist.get_world_size(self.ranks)
+            whole.mean, whole._m2 = whole.mean / ranks, whole._m2 / ranks**2
+        if whole.tracks_covariance and signal not in self._covariances:  # where this rank saw no part of it
+            self._covariances[signal] = TOTALS[self.window](covariance=True, locations=whole.locations)
+        return whole
 
     def _gradient_hook(self, signal: Signal, x: Tensor, channel: int) -> Callable[[Tensor], None]:
         """What to do when the gradient of ``x`` comes, if the block it was read in is still open."""
@@ -304,6 +347,7 @@ class Recorder:
 
     def close_window(self, step: int) -> None:
         """End the recording window: its moments become trace rows. A window of fewer than two samples stays open."""
+        self.exchange()
         if all(self._current[*signal, "value"].count < 2 for signal in self._signals):
             return
         for kind, rows in self._traces.items():
@@ -324,6 +368,7 @@ class Recorder:
         self._current: dict[Stream, Moments] = {stream: Moments() for stream in streams}
         self._totals = {window: {stream: TOTALS[window]() for stream in streams} for window in self._windows}
         self._covariances: dict[Signal, Moments] = {}  # over all that scores look at; windows hold none
+        self._mine: dict[Stream, list[Moments]] = {}
 
     def select(self, kept: dict[str, Tensor], cuts: dict[Signal, Tensor]) -> None:
         """Follow a prune event: ``kept[group]`` neurons and ``cuts[layer, side]`` positions stay.
@@ -343,6 +388,7 @@ class Recorder:
 
     def state(self) -> dict:
         """All that was recorded, as plain data and tensors."""
+        self.exchange()
         return {
             "batches": self.batches,
             "ids": dict(self.ids),
@@ -379,5 +425,9 @@ def _plain(table: dict) -> dict:
 
 def _moments(kind: type[Moments], values: dict, device: torch.device) -> Moments:
     new = kind()
-    vars(new).update({name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+    vars(new).update(_on(device, values))
     return new
+
+
+def _on(device: torch.device | str, values: dict) -> dict:
+    return {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
