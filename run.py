@@ -17,7 +17,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -44,13 +44,13 @@ def main() -> int:
         CONFIGS.update(compose(flags))
         sys.argv[1:] = arguments_for_hydra(flags)
         job()
+        return 1 if 1 in STATUSES else max([*STATUSES, missing()])
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         print(explain(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 1 if 1 in STATUSES else max([*STATUSES, missing()])
 
 
 @hydra.main(version_base=VERSION, config_path=str(CONF), config_name="config")
@@ -105,7 +105,17 @@ def compose(flags: Namespace) -> dict[str, Config]:
     folder, name = Path(flags.config_path or CONF).absolute(), flags.config_name or "config"
     search = [f"hydra.searchpath=['{Path(flags.config_dir).absolute()}']"] if flags.config_dir else []
     with hydra.initialize_config_dir(str(folder), job_name="run", version_base=VERSION):
-        return {" ".join(point): resolve(hydra.compose(name, search + point)) for point in points(flags)}
+        return {" ".join(point): composed(name, search + point) for point in points(flags)}
+
+
+def composed(name: str, overrides: list[str]) -> Config:
+    """One checked configuration."""
+    try:
+        return resolve(hydra.compose(name, overrides))
+    except ValueError as error:
+        if str(error).startswith("Config group override"):  # Hydra doesn't say which
+            raise ConfigError(f"{error}, in: {' '.join(overrides)}") from error
+        raise
 
 
 def points(flags: Namespace) -> list[list[str]]:
@@ -142,6 +152,9 @@ def explain(error: Exception) -> str:
         return file + describe(cause)
     if text.startswith("Multiple values for "):
         return f"{text.partition('. ')[0]}: choose without +"
+    if isinstance(error, OverrideParseException):
+        what = "quote unusual characters, as in \"name='é'\"" if text.startswith("Lexer") else text
+        text = text if "Error parsing override" in text else f"{error.override!r} can't be read: {what}"
     lines = [line.partition(" expecting {")[0] for line in text.splitlines()]
     return "\n".join(line for line in lines if line.strip() and not line.startswith("See http"))
 

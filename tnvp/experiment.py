@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,7 +25,17 @@ from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
 from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import OPTIMIZERS, Callback, TrainingError, Validation, device_of, evaluate, make_schedule, train
+from tnvp.training import (
+    OPTIMIZERS,
+    Callback,
+    TrainingError,
+    Validation,
+    device_of,
+    evaluate,
+    make_schedule,
+    memory_told,
+    train,
+)
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
@@ -35,6 +46,11 @@ EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibra
 
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
+    with memory_told(config.batch_size):
+        return _run(config)
+
+
+def _run(config: Config) -> dict:
     path = run_path(config)
     if not config.force and (done := RunDirectory(path)).is_complete:
         print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
@@ -46,8 +62,13 @@ def run(config: Config) -> dict:
     images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
     pruner = make_pruner(config, model, images)
-    check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
+    sizes = data.batch_sizes(len(images.train), config.batch_size)
+    check_events_fit(config, len(sizes))
+    if 1 in sizes and running_norms(model):
+        check_batch_of_one(config, model, images)
 
+    if config.trunks and config.pruning.name == "one_shot":
+        Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
     directory = RunDirectory.create(path, aside=True)
     directory.write_config(to_dict(config))
     directory.write_environment(environment(str(device), config.seed, config_hash(config), trunk_hash(config)))
@@ -275,6 +296,19 @@ def check_events_fit(config: Config, steps_per_epoch: int) -> None:
             f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
             f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
         )
+
+
+def check_batch_of_one(config: Config, model: nn.Module, images: data.Data) -> None:
+    """A network whose batch norms would see one value a channel can't be trained: found before anything runs."""
+    x, _ = next(data.batches(images, images.train, config.batch_size))
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            copy.deepcopy(model).train()(x[:1])
+    except ValueError as error:
+        raise ConfigError(
+            f"batch_size={config.batch_size} makes training batches of one image, which this network's "
+            f"batch norms can't be trained on ({error}): raise it"
+        ) from error
 
 
 def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
