@@ -32,6 +32,8 @@ SUMMARY = {  # summary.json keys -> dtype in the table, in column order
     "seed": "Int64",
     **dict.fromkeys(["study", "config_hash", "trunk_hash", "commit", "hardware"], "string"),
 }
+NUMBERS = ["epoch", "learning_rate", "train/loss", "train/accuracy", "validation/loss", "validation/accuracy"]
+GROUP = {"name": str, "removed": list, "kept": list, "width_before": int, "width_after": int}  # of a prune event
 TRACE_COLUMNS = ["step", "group", "neuron", "mean", "variance", "count"]
 
 
@@ -124,7 +126,9 @@ class RunDirectory:
     def write_traces(self, traces: pd.DataFrame) -> None:
         """traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
         require_columns(traces, TRACE_COLUMNS, "traces")
-        write_atomically(self.traces_path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False))
+        write_atomically(
+            self.traces_path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False, write_page_checksum=True)
+        )
 
     def log(self, record: dict) -> None:
         """Append one record, with its "step", to metrics.jsonl."""
@@ -144,7 +148,7 @@ class RunDirectory:
     def config(self) -> dict:
         """The resolved config, nested. Raises ResultsError if it is missing or unreadable."""
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one reads fifty configs in no time
-        return _read(self.config_path, lambda data: yaml.load(data, loader))
+        return _read(self.config_path, lambda data: _plain(yaml.load(data, loader), "config"))
 
     @property
     def environment(self) -> dict:
@@ -159,18 +163,31 @@ class RunDirectory:
     def metrics(self) -> pd.DataFrame:
         """One row a record of metrics.jsonl, NaN where a record lacks a key; empty before the first."""
         frame = pd.DataFrame(_records(self.metrics_path))
+        for name in frame.columns.intersection(NUMBERS):
+            if not frame[name].map(lambda value: value is None or isinstance(value, int | float)).all():
+                raise ResultsError(f"{self.metrics_path} is damaged: a {name} is no number. Run it again: force=true")
         unknown = [name for name in frame if frame[name].isna().all()]  # all null: pandas would say "object"
         return frame.astype(dict.fromkeys(unknown, "float64"))
 
     def events(self) -> list[dict]:
         """The prune events in order; [] if there were none."""
-        return _records(self.events_path)
+        events = _records(self.events_path)
+        for event in events:
+            groups = event.get("groups")
+            if not isinstance(groups, list) or not all(map(_is_group, groups)):
+                raise ResultsError(
+                    f"{self.events_path} is damaged: the event at step {event['step']} does not say what each group lost "
+                    "and kept. Run it again: force=true"
+                )
+        return events
 
     def traces(self) -> pd.DataFrame:
         """The trace, one row per neuron and recording window; empty if the run has none."""
         if not self.traces_path.exists():
             return pd.DataFrame(columns=TRACE_COLUMNS)
-        return _read(self.traces_path, lambda _: pd.read_parquet(self.traces_path))
+        read = _read(self.traces_path, lambda _: pd.read_parquet(self.traces_path, page_checksum_verification=True))
+        require_columns(read, TRACE_COLUMNS, f"rows of {self.traces_path}")
+        return read
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -229,6 +246,10 @@ def _records(path: Path) -> list[dict]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"an object was expected, not {record!r}")
+            if not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+            if records and record["step"] < records[-1]["step"]:
+                raise ValueError(f"its step {record['step']} comes after {records[-1]['step']}")
             records.append(record)
         except ValueError as error:  # not JSON, or cut in the middle of a character
             if number != numbered[-1][0]:
@@ -237,12 +258,16 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(group.get(key), kind) for key, kind in GROUP.items())
+
+
 def _read(path: Path, parse: Callable[[bytes], Any]) -> Any:
     try:
         value = parse(path.read_bytes())
     except FileNotFoundError as error:
         raise ResultsError(f"{path} is missing: this is no run, or an unfinished one") from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except Exception as error:  # parsers raise many unrelated types, depending on the damage
         raise ResultsError(f"{path} can't be read: {error}. Set the run aside and run it again.") from error
     if not isinstance(value, dict | pd.DataFrame):
         raise ResultsError(f"{path} holds {value!r}, not named values. Set the run aside and run it again.")
