@@ -24,7 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -203,13 +203,23 @@ def compose(flags: Namespace) -> Plan:
     with hydra.initialize_config_dir(str(folder), job_name="run", version_base=VERSION):
         its_own = [override.input_line for override in parse(flags.overrides) if override.is_hydra_override()]
         if not flags.multirun:
-            return Plan([(point, resolve(hydra.compose(name, search + point))) for point in points(flags)], False, "")
+            return Plan([(point, composed(name, search + point)) for point in points(flags)], False, "")
         hydra_config = hydra.compose(name, search + its_own, return_hydra_config=True).hydra
         params = [f"{key}={value}" for key, value in (hydra_config.sweeper.get("params") or {}).items()]
         searches = does_search(hydra_config)
-        drawn = [(point, resolve(hydra.compose(name, search + point))) for point in points(flags, params, searches)]
+        drawn = [(point, composed(name, search + point)) for point in points(flags, params, searches)]
         whole = hydra.compose(name, search + its_own + drawn[0][0], return_hydra_config=True)
         return Plan(drawn, searches, str(whole.hydra.sweep.dir))
+
+
+def composed(name: str, overrides: list[str]) -> Config:
+    """One checked configuration."""
+    try:
+        return resolve(hydra.compose(name, overrides))
+    except ValueError as error:
+        if str(error).startswith("Config group override"):  # Hydra doesn't say which
+            raise ConfigError(f"{error}, in: {' '.join(overrides)}") from error
+        raise
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -262,6 +272,9 @@ def explain(error: Exception) -> str:
         return file + describe(cause)
     if text.startswith("Multiple values for "):
         return f"{text.partition('. ')[0]}: choose without +"
+    if isinstance(error, OverrideParseException):
+        what = "quote unusual characters, as in \"name='é'\"" if text.startswith("Lexer") else text
+        text = text if "Error parsing override" in text else f"{error.override!r} can't be read: {what}"
     lines = [line.partition(" expecting {")[0] for line in text.splitlines()]
     return "\n".join(line for line in lines if line.strip() and not line.startswith("See http"))
 

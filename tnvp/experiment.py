@@ -30,7 +30,18 @@ from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import OPTIMIZERS, Alone, Callback, Fit, TrainingError, Validation, evaluate, make_schedule, train
+from tnvp.training import (
+    OPTIMIZERS,
+    Alone,
+    Callback,
+    Fit,
+    TrainingError,
+    Validation,
+    evaluate,
+    make_schedule,
+    memory_told,
+    train,
+)
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
@@ -43,7 +54,8 @@ PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoin
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
     place = distributed.join()
-    summary = run_in(place, config)
+    with memory_told(config.batch_size):
+        summary = run_in(place, config)
     place.leave()
     return summary
 
@@ -64,7 +76,12 @@ def run_in(place: Alone, config: Config) -> dict:
         images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
     pruner = make_pruner(config, place.adapt(model), images)
-    check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
+    sizes = data.batch_sizes(len(images.train), config.batch_size)
+    check_events_fit(config, len(sizes))
+    if 1 in sizes and running_norms(model):
+        check_batch_of_one(config, model, images)
+    if config.trunks and config.pruning.name == "one_shot":
+        Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
     place.seed(config.seed)
 
     with place.folder(path) as folder, held(folder):
@@ -429,6 +446,19 @@ def check_events_fit(config: Config, steps_per_epoch: int) -> None:
             f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
             f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
         )
+
+
+def check_batch_of_one(config: Config, model: nn.Module, images: data.Data) -> None:
+    """A network whose batch norms would see one value a channel can't be trained: found before anything runs."""
+    x, _ = next(data.batches(images, images.train, config.batch_size))
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            copy.deepcopy(model).train()(x[:1])
+    except ValueError as error:
+        raise ConfigError(
+            f"batch_size={config.batch_size} makes training batches of one image, which this network's "
+            f"batch norms can't be trained on ({error}): raise it"
+        ) from error
 
 
 def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:

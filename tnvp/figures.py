@@ -81,8 +81,11 @@ def draw(root: str | Path, out: str | Path) -> list[Path]:
     seen = set()
     for name, row in _representatives(table):
         kind = tuple(row[results.BASE[:3]])
-        for noun, figure in _run_figures(Path(root), name, row, command, only_trace=kind in seen):
-            written += save(figure, out / slug(f"{noun}-{name}"))
+        try:
+            for noun, figure in _run_figures(Path(root), name, row, command, only_trace=kind in seen):
+                written += save(figure, out / slug(f"{noun}-{name}"))
+        except ResultsError as error:
+            warnings.warn(f"no figures of the run {row['run']}: {error}", stacklevel=2)
         seen.add(kind)
     return written
 
@@ -105,12 +108,14 @@ def _by_criterion(root: Path, pruned: pd.DataFrame, command: str) -> Iterator[tu
     for title, rows in results.by_setting(chosen).items() if len(chosen) else ():
         asked = results.requested(rows)
         middle = asked.sort_values().iloc[(len(asked) - 1) // 2]
-        parts = [
-            event_widths(RunDirectory.open(root / row["run"]).events()).assign(
-                criterion=row["criterion"], seed=row["seed"]
-            )
-            for _, row in rows[asked == middle].iterrows()
-        ]
+        parts = []
+        for _, row in rows[asked == middle].iterrows():
+            try:
+                widths = event_widths(RunDirectory.open(root / row["run"]).events())
+            except ResultsError as error:
+                warnings.warn(f"the run {row['run']} is left out of the widths: {error}", stacklevel=2)
+            else:
+                parts.append(widths.assign(criterion=row["criterion"], seed=row["seed"]))
         if any(map(len, parts)):
             caption = f"After the last event, {middle:g} requested, scope=global. Reproduce: {command}"
             yield title, widths_by_criterion(pd.concat(parts), f"Widths by criterion: {title}", caption)
