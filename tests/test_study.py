@@ -140,6 +140,8 @@ def test_points_are_those_that_hydra_sweeps_over():
         ({"sweeps": {}}, "sweeps must be a list"),
         ({"extra": 1}, "needs the keys question, figures, sweeps; it has"),
         ({"figures": {"accuracy": "pie"}}, "figure 'pie' is none of accuracy_vs_sparsity"),
+        ({"figures": {"accuracy": "accuracy_by_setting"}}, "accuracy_by_setting needs the columns that name a setting"),
+        ({"figures": {"accuracy": "accuracy_vs_cost seed"}}, "accuracy_vs_cost takes no columns"),
         ({"sweeps": [{"base": [], "axes": {"seed": 3}}]}, "the axis seed needs a list of values"),
     ],
 )

@@ -431,6 +431,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<gr
     "model": {
         "mlp": MLP,
         "lenet_300_100": LeNet300100,
+        "lenet_5": Model,
         "tutorial_cnn": Model,
         "vgg11_bn": VGG11,
         "resnet20": ResNet20,
