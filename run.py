@@ -162,7 +162,7 @@ def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, w
         state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
         return {"path": path, "state": state, "why": str(error), "status": 2}
     except Exception as error:
-        tell(traceback.format_exc())
+        tell(traceback.format_exc().rstrip())
         why = f"{type(error).__name__}: {error}"
         return {"path": path, "state": "failed", "why": why, "status": 1, "traceback": traceback.format_exc()}
     return {"path": path, "state": state, "why": "", "status": 0}
