@@ -14,7 +14,8 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"pruning"},
     {"image_folder", "locks", "models", "run_directory", "tracking", "training", "wandb_file"},
     {"published", "figure_style", "run_state", "resume", "sweep"},
-    {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk", "distributed"},
+    {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk"}
+    | {"continuation", "distributed"},
     {"config", "controls", "progress", "events", "journal", "latency", "stability"},
     {"study_figures", "setting_figures", "stability_figure"},
     {"figures"},
@@ -53,6 +54,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "trunk": {"locks", "run_directory", "run_state"},
     "run_state": {"run_directory"},
     "resume": {"training"},
+    "continuation": {"locks", "pruning", "resume", "run_directory", "run_state", "training"},
     "locks": set(),
     "distributed": {"pruning", "training"},
     "data": {"image_folder", "published"},

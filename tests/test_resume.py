@@ -1,13 +1,19 @@
 """A run that is killed at any moment is continued by the same command, and ends with the very same result."""
 
 import gc
+import io
 import math
+import os
+import random
 import re
+import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 import tracemalloc
+from contextlib import suppress
 
 import pandas as pd
 import pytest
@@ -46,6 +52,9 @@ RUNS = {
     "threshold, mask": [*THRESHOLD, "pruning.mode=mask", "pruning.criterion=variance_preactivation"],
     "scratch": ["pruning=scratch", "pruning.finetune_epochs=0"],
 }  # fmt: skip
+
+
+QUICK = ["none", "one_shot, trunk", "one_shot, adamw, fresh", "gradual, random", "threshold", "scratch"]
 
 
 class Killed(BaseException):
@@ -89,7 +98,7 @@ def dies_at(monkeypatch, steps: list[int]) -> None:
     monkeypatch.setattr(Checkpointing, "on_step", on_step)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in RUNS])
 def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Killed with no checkpoint, within epochs, at their ends, after events; some checkpoints are some steps older."""
     undisturbed = finished(small(tmp_path / "a", *RUNS[kind]))
@@ -138,6 +147,64 @@ def test_a_run_that_goes_on_tells_the_tracker_the_same_rows_in_the_same_order(ki
     assert {type(row) for row in whole} == {dict, tuple} and any("groups" in row for row in whole)
     for part in trackers[1:-1]:
         assert part.rows == whole[: len(part.rows)]
+
+
+def forked(config: Config, kill_after: float | None = None, at_step: int | None = None) -> int:
+    """Does the run in a process of its own, which is killed after some seconds or at a step; returns how it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stdout = sys.stderr = io.StringIO()
+            if at_step is not None:
+                real = Checkpointing.on_step
+                Checkpointing.on_step = lambda self, fit: (
+                    os.kill(os.getpid(), signal.SIGKILL) if fit.step == at_step else real(self, fit)
+                )
+            experiment.run(config)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "gradual", "threshold", "gradual, mask"])
+def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
+    config = small(tmp_path / "b", *RUNS[kind], "checkpoint_steps=4")
+    assert forked(config, at_step=14) == -signal.SIGKILL
+    assert list(config_folder(config).glob(".*.lock")), "whose lock is nobody's now"
+    assert_same(finished(config), finished(small(tmp_path / "a", *RUNS[kind])))
+
+
+def config_folder(config: Config):
+    return experiment.run_path(config).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path):
+    """At least 5 kills a kind: while data are loaded, steps are done, files are written, and at the run's end."""
+    moments = random.Random(kind)
+    more = ["epochs=4", "checkpoint_steps=3", *RUNS[kind]]
+    began = time.monotonic()
+    undisturbed = finished(small(tmp_path / "a", *more))
+    seconds = time.monotonic() - began
+    config, kills = small(tmp_path / "b", *more), 0
+    for _ in range(100):
+        if kills < 5 and RunDirectory(experiment.run_path(config)).is_complete:
+            shutil.move(experiment.run_path(config), tmp_path / f"complete-{kills}")
+        ended = forked(config, kill_after=moments.uniform(0.1, 1) * seconds if kills < 5 else None)
+        kills += ended == -signal.SIGKILL
+        if kills >= 5 and ended == 0:
+            break
+        assert ended in (0, -signal.SIGKILL)
+    assert kills >= 5
+    assert_same(RunDirectory.open(experiment.run_path(config)), undisturbed)
+    for complete in tmp_path.glob("complete-*"):
+        assert_same(RunDirectory.open(complete), undisturbed)
 
 
 # Signals, locks, damage.
@@ -339,3 +406,19 @@ def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
     """A window of the trace takes 2 kB and a record 1 kB; without parts these 200 steps would hold 0.6 MB more."""
     monkeypatch.setattr(experiment, "PART_ROWS", 500)
     assert growth(tmp_path, monkeypatch, (101, 301), "checkpoint_steps=50") < 50_000
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_hundred_thousand_steps(tmp_path, monkeypatch):
+    """Of the whole process, torch's memory too. What is held in 10^5 windows would be 300 MB."""
+    peaks, real = {}, Checkpointing.on_step
+
+    def on_step(self, fit):
+        real(self, fit)
+        if fit.step in (20_000, 100_000):
+            peaks[fit.step] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    monkeypatch.setattr(Checkpointing, "on_step", on_step)
+    tiny = ["model.widths=[4,4]", "pruning.trace_every=1", "batch_size=4", "epochs=312", "checkpoint_steps=1000"]
+    finished(small(tmp_path, "pruning=none", *tiny))
+    assert peaks[100_000] - peaks[20_000] < 30
