@@ -186,6 +186,26 @@ def test_of_a_search_every_value_and_end_is_checked_alone():
             run.points(flags("optimizer.lr=interval(0.1,0.5)"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tracking", ["none", "wandb"])
+def test_memory_stays_as_runs_follow_each_other(tracking, tmp_path, monkeypatch):
+    """Of a run there may stay what Hydra keeps of its configuration and W&B of its names: measured, 0.2 and 0.4 MB."""
+    sizes, real = [], experiment.run
+
+    def spy(config):
+        summary = real(config)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+        return summary
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the size of a process is read from /proc")
+    monkeypatch.setattr(experiment, "run", spy)
+    words = [*TINY, f"tracking={tracking}", "progress=false", f"runs={tmp_path}", "seed=range(0,30)"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *words])
+    assert run.main() == 0 and len(sizes) == 30
+    assert sizes[-1] - sizes[9] < 20 * 2e6, "2 MB a run"
+
+
 # Launchers, each with a point that fails.
 
 LAUNCHERS = {  # what the command line says → the package it needs

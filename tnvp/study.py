@@ -132,14 +132,18 @@ def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
     from tnvp.config import compose  # these take seconds, and figures do without
     from tnvp.experiment import run_path
 
-    more = [f"study={study.name}", *(word for word in extra if not word.startswith(("hydra.", "hydra/")))]
+    more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
     points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
     paths = dict.fromkeys(run_path(config) for config in compose(REPOSITORY / "conf", points))
     return [RunDirectory(path) for path in paths]
 
 
 def run(study: Study, extra: list[str]) -> int:
-    """Run what is missing, sweep by sweep; returns the exit status. A sweep that is complete is not started."""
+    """Run what is missing, sweep by sweep; returns the exit status, as run.py's. A sweep that is complete is not started.
+
+    A sweep with failed points leaves the next ones running; only an interrupt or a kill ends the study.
+    """
+    statuses = [0]
     for sweep in study.sweeps:
         runs = runs_of(study._replace(sweeps=[sweep]), extra)
         done = sum(run.is_complete for run in runs)
@@ -153,9 +157,10 @@ def run(study: Study, extra: list[str]) -> int:
                 f"study={study.name}",
                 *extra,
             ]
-            if status := subprocess.run(command).returncode:
-                return status
-    return 0
+            statuses.append(subprocess.run(command).returncode)
+            if statuses[-1] not in (0, 1, 2):
+                return statuses[-1]
+    return 1 if 1 in statuses else max(statuses)
 
 
 def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
