@@ -78,7 +78,7 @@ def job(cfg: DictConfig) -> float | None:
         tell(str(error))
         status = 2
     except Exception:
-        tell(traceback.format_exc())
+        tell(traceback.format_exc().rstrip())
         status = 1
     STATUSES.append(status)
     return accuracy
