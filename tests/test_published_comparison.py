@@ -51,6 +51,7 @@ def test_the_smallest_that_errs_no_more_is_chosen(script, literature):
     rows = [
         ["lenet_5", "obs", "layer", 0.8, "4-10-100", 18000.0, 9.0, 3, 0.95, 0.1],
         ["lenet_5", "obs", "layer", 0.9, "2-5-50", 5000.0, 9.0, 3, 1.05, 0.1],
+        ["lenet_5", "obs", "layer", 0.95, "1-2-25", 900.0, 9.0, 1, 0.5, math.nan],  # one seed alone
         ["lenet_5", "obs", "layer", 0.5, "10-25-250", 90000.0, 9.0, 3, 0.9, 0.1],
     ]
     found = script.compare(literature, pd.DataFrame(rows, columns=columns)).set_index("method")
