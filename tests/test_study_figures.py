@@ -49,6 +49,11 @@ def test_latency_is_drawn_where_it_was_measured(table, tmp_path):
     pd.DataFrame(rows).to_csv(tmp_path / "latency.csv", index=False)
     timed = results.with_latency(table, tmp_path / "latency.csv")
     assert timed["latency_1"].tolist() == [1 + i for i in range(len(table))] and (timed["latency_256_dense"] == 9).all()
+    pd.DataFrame(rows[:2]).to_csv(tmp_path / "latency.csv", index=False)
+    shared = results.with_latency(table, tmp_path / "latency.csv")
+    alike = table["widths"] == table["widths"].iloc[0]
+    assert (shared.loc[alike, "latency_1"].dropna() == 1).all() and shared.loc[alike, "latency_1"].notna().all()
+    assert shared.loc[~alike, "latency_1"].isna().all() and 0 < alike.sum() < len(table)
     figure = figures.accuracy_vs_cost(timed)
     assert [axes.get_xlabel().split(",")[0] for axes in figure.axes[2:]] == ["Latency (ms)"] * 2
     assert "latency.csv" in text(figure) and "latency.csv" not in text(figures.accuracy_vs_cost(table))

@@ -122,13 +122,16 @@ def published(path: Path) -> pd.DataFrame:
 def with_latency(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     """The table with what `tnvp.latency` wrote to ``path`` of its runs on the CPU: columns latency_<batch> and latency_<batch>_dense.
 
-    Runs are known by the last part of their path. Raises ResultsError for a table without those columns.
+    Runs are known by the last part of their path. A run that was not timed gets the mean of those of its data set and network
+    that have its widths: latency depends on nothing else. Raises ResultsError for a table without those columns.
     """
     times = pd.read_csv(path)
     require_columns(times, ["run", "device", "batch", "dense_ms", "pruned_ms"], f"rows of {path}")
     wide = times[times["device"] == "cpu"].pivot_table(index="run", columns="batch", values=["pruned_ms", "dense_ms"])
     wide.columns = [f"latency_{batch}" + "_dense" * (kind == "dense_ms") for kind, batch in wide.columns]
-    return table.join(wide, on=table["run"].str.rsplit("/", n=1).str[-1].rename("name"))
+    table = table.join(wide, on=table["run"].str.rsplit("/", n=1).str[-1].rename("name"))
+    like = table.groupby(["config.dataset.name", "config.model.name", "widths"])[list(wide)].transform("mean")
+    return table.assign(**{name: table[name].fillna(like[name]) for name in wide})
 
 
 def _runs(root: Path) -> Iterator[RunDirectory]:
