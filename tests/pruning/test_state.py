@@ -4,7 +4,6 @@ import io
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tnvp
