@@ -1,9 +1,9 @@
 """Compose a configuration, or a sweep of them, and run the experiment: `python run.py --help`.
 
 Every point of a sweep is composed and checked before the first one runs; then Hydra takes over, with whatever launcher it
-was given. One run may have several processes: `torchrun --standalone --nproc-per-node=2 run.py …`. Exit status: 0 done,
-1 a bug or a run missing at the end, 2 bad input (with one message), 130 or 143 interrupted by SIGINT or SIGTERM: the same
-command goes on.
+was given. At the end a table tells how each point stands. One run may have several processes: `torchrun --standalone
+--nproc-per-node=2 run.py …`. Exit status: 0 done, 1 a bug or a run missing at the end, 2 bad input (with one message), 130 or
+143 interrupted by SIGINT or SIGTERM: the same command goes on.
 """
 
 import os
@@ -11,27 +11,40 @@ import re
 import sys
 import traceback
 from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
+from socket import gethostname
+from typing import NamedTuple
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from tnvp.config import VERSION, Config, ConfigError, describe, not_a_choice, register, resolve
 from tnvp.distributed import number, processes
 
 CONF = Path(__file__).resolve().parent / "conf"
-STATUSES: list[int] = []  # of the jobs that ran in this process
-CONFIGS: dict[str, Config] = {}  # overrides → configuration of every point, in the process that launches them
+STATUSES: list[int] = []  # of the single run that this process made
+TOTAL = 0  # points of the sweep, here and in the workers that its launcher starts; 0: a search, which draws them
 
 register()  # at import: a launcher's worker processes need the schemas too
+
+
+class Plan(NamedTuple):
+    """What the command line asks for, composed and checked."""
+
+    points: list[tuple[list[str], Config]]  # overrides, configuration; of a search, samples of what it may draw
+    searches: bool  # the points are drawn while it goes on
+    folder: str  # where a sweep shall keep its notes; "": a single run
 
 
 def main() -> int:
@@ -46,42 +59,113 @@ def main() -> int:
             raise ConfigError(
                 "-m with several processes: one run at a time under torchrun, or the sweep without torchrun"
             )
-        CONFIGS.clear()
-        STATUSES.clear()
-        CONFIGS.update(compose(flags))
-        sys.argv[1:] = arguments_for_hydra(flags)
-        job()
+        plan = compose(flags)
+        return run_sweep(plan, flags) if plan.folder else run_once(flags)
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         tell(explain(error))
         return 2
     except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
-        print(str(stop) or "interrupted", file=sys.stderr)
-        return getattr(stop, "status", 130)
-    return 1 if 1 in STATUSES else max([*STATUSES, missing()])
+        return told(stop)
+
+
+def told(stop: KeyboardInterrupt) -> int:
+    """Say what was interrupted; returns the exit status."""
+    print(str(stop) or "interrupted", file=sys.stderr)
+    return getattr(stop, "status", 130)
+
+
+def run_once(flags: Namespace) -> int:
+    """A single run; returns the exit status."""
+    STATUSES.clear()
+    sys.argv[1:] = arguments_for_hydra(flags)
+    job()
+    return max(STATUSES)
+
+
+def run_sweep(plan: Plan, flags: Namespace) -> int:
+    """Let Hydra's sweeper and launcher run the points, then tell how each stands; returns the exit status."""
+    global TOTAL
+    from tnvp import experiment, sweep
+
+    planned = [] if plan.searches else plan.points
+    points = [sweep.Point(overrides, experiment.run_path(config).absolute()) for overrides, config in planned]
+    before, folder, TOTAL = sweep.complete(points), sweep.own_folder(plan.folder), len(points)
+    sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
+    interrupted = status = 0
+    try:
+        status = launch()
+        sweep.wait(points)
+    except KeyboardInterrupt as stop:
+        interrupted = told(stop)
+    rows = sweep.rows(points, sweep.notes(folder), before)
+    if len(rows) > 1 or status or interrupted:
+        print(sweep.describe(rows), file=sys.stderr)
+    return interrupted or sweep.status(rows) or status
+
+
+def launch() -> int:
+    """Run the jobs; 1 where the launcher gave up, as some do when a worker was killed."""
+    try:
+        job()
+    except (HydraException, OmegaConfBaseException):  # set up wrongly: nothing ran
+        raise
+    except Exception as error:  # launchers raise what they like
+        lines = str(error).strip().splitlines() or [""]
+        print(f"the launcher stopped: {type(error).__name__}: {lines[0]}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @hydra.main(version_base=VERSION, config_path=str(CONF), config_name="config")
-def job(cfg: DictConfig) -> float | None:
+def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     """One run; its failure is told at once and leaves a sweep's other runs alone. The result is for sweepers that search."""
-    # Imported late: help and bad configurations are answered without waiting for pandas, matplotlib and W&B.
-    from tnvp import experiment
+    from tnvp import sweep
 
     hydra_config = HydraConfig.get()
-    if hydra_config.mode == RunMode.MULTIRUN:
-        number = f"{hydra_config.job.num + 1}/{len(CONFIGS)}" if CONFIGS else hydra_config.job.num + 1
-        overrides = (override.removeprefix("++") for override in hydra_config.overrides.task)
-        print(f"[{number}]", *overrides, file=sys.stderr, flush=True)
-    status, accuracy = 0, None
+    os.chdir(hydra_config.runtime.cwd)  # the workers of a cluster begin elsewhere
+    if hydra_config.mode != RunMode.MULTIRUN:
+        STATUSES.append(attempt(cfg)["status"])
+        return None
+    facts = {"number": hydra_config.job.num, "overrides": [o.removeprefix("++") for o in hydra_config.overrides.task]}
+    note = partial(sweep.note, hydra_config.runtime.output_dir, **facts)
+    number = f"{facts['number'] + 1}/{TOTAL}" if TOTAL else facts["number"] + 1
+    print(f"[{number}]", *facts["overrides"], file=sys.stderr, flush=True)
+    searches = does_search(hydra_config)
+    outcome = attempt(cfg, lambda path: note(path=path, state="begun", host=gethostname(), pid=os.getpid()), searches)
+    note(**outcome)
+    if not searches or outcome["status"]:
+        return None
+    directions = hydra_config.sweeper.get("direction")
+    return sweep.objectives(Path(outcome["path"]), len(directions) if isinstance(directions, ListConfig) else 1)
+
+
+def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, wait: bool = False) -> dict:
+    """Run it; returns where, how that ended and why, as a note has it. ``begun`` is called with the run's path before.
+
+    A run that another process has at work is left to it, which counts as bad input, unless it shall ``wait``.
+    """
+    # Imported late: help and bad configurations are answered without waiting for pandas and W&B.
+    from tnvp import experiment, sweep
+    from tnvp.run_directory import RunDirectory, RunningElsewhere
+
+    path = ""
     try:
-        accuracy = experiment.run(resolve(cfg))["test_accuracy"]
+        config = resolve(cfg)
+        path = str(experiment.run_path(config).absolute())
+        begun(path)
+        if wait:
+            sweep.wait([sweep.Point([], Path(path))])
+        state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
+        experiment.run(config)
     except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
         tell(str(error))
-        status = 2
-    except Exception:
+        state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
+        return {"path": path, "state": state, "why": str(error), "status": 2}
+    except Exception as error:
         tell(traceback.format_exc().rstrip())
-        status = 1
-    STATUSES.append(status)
-    return accuracy
+        why = f"{type(error).__name__}: {error}"
+        return {"path": path, "state": "failed", "why": why, "status": 1, "traceback": traceback.format_exc()}
+    return {"path": path, "state": state, "why": "", "status": 0}
 
 
 def tell(text: str) -> None:
@@ -90,17 +174,9 @@ def tell(text: str) -> None:
     print(who + text, file=sys.stderr)
 
 
-def missing() -> int:
-    """Names the points of a sweep that left no complete run; 1 if a run is missing that no message explained."""
-    if number() > 0:
-        return 0  # the first of several processes writes the run
-    from tnvp.experiment import run_path
-    from tnvp.run_directory import RunDirectory
-
-    names = [overrides for overrides, config in CONFIGS.items() if not RunDirectory(run_path(config)).is_complete]
-    if names and len(CONFIGS) > 1:
-        print(f"{len(names)} of {len(CONFIGS)} runs are not complete:", *names, sep="\n  ", file=sys.stderr)
-    return 1 if names and not any(STATUSES) else 0
+def does_search(hydra_config: DictConfig) -> bool:
+    """Whether the sweeper draws points by what the ones before gave; Hydra's own takes every combination."""
+    return hydra_config.runtime.choices["hydra/sweeper"] != "basic"
 
 
 def arguments_for_hydra(flags: Namespace) -> list[str]:
@@ -115,34 +191,73 @@ def arguments_for_hydra(flags: Namespace) -> list[str]:
     return ["--multirun", *(re.sub(r"^(?!hydra\.)(?=\w+(\.\w+)+=)", "++", argument) for argument in arguments)]
 
 
-def compose(flags: Namespace) -> dict[str, Config]:
-    """The checked configuration of each point, by its overrides. Nothing is run or written."""
+def quoted(text: str) -> str:
+    """As Hydra's command line takes any text."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def compose(flags: Namespace) -> Plan:
+    """What the command line asks for, every point of it checked. Nothing is run or written."""
     folder, name = Path(flags.config_path or CONF).absolute(), flags.config_name or "config"
     search = [f"hydra.searchpath=['{Path(flags.config_dir).absolute()}']"] if flags.config_dir else []
     with hydra.initialize_config_dir(str(folder), job_name="run", version_base=VERSION):
-        return {" ".join(point): resolve(hydra.compose(name, search + point)) for point in points(flags)}
+        its_own = [override.input_line for override in parse(flags.overrides) if override.is_hydra_override()]
+        if not flags.multirun:
+            return Plan([(point, composed(name, search + point)) for point in points(flags)], False, "")
+        hydra_config = hydra.compose(name, search + its_own, return_hydra_config=True).hydra
+        params = [f"{key}={value}" for key, value in (hydra_config.sweeper.get("params") or {}).items()]
+        searches = does_search(hydra_config)
+        drawn = [(point, composed(name, search + point)) for point in points(flags, params, searches)]
+        whole = hydra.compose(name, search + its_own + drawn[0][0], return_hydra_config=True)
+        return Plan(drawn, searches, str(whole.hydra.sweep.dir))
 
 
-def points(flags: Namespace) -> list[list[str]]:
+def composed(name: str, overrides: list[str]) -> Config:
+    """One checked configuration."""
+    try:
+        return resolve(hydra.compose(name, overrides))
+    except ValueError as error:
+        if str(error).startswith("Config group override"):  # Hydra doesn't say which
+            raise ConfigError(f"{error}, in: {' '.join(overrides)}") from error
+        raise
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
+
+
+def points(flags: Namespace, params: Sequence[str] = (), searches: bool = False) -> list[list[str]]:
     """The overrides of each run: of a sweep, every combination of the values given, the last key fastest.
 
-    Hydra's own keys and axes that a searching sweeper draws from (an interval) are left to Hydra.
+    Of a search, whose combinations are drawn later, one point for each value or end of an interval, so that each is checked.
+    Hydra's own keys are left to Hydra. ``params`` are overrides that the sweeper's configuration has.
     """
     if flags.experimental_rerun:
         raise ConfigError("--experimental-rerun does nothing here: repeat the command, with force=true")
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     axes = []
-    for override in parser.parse_overrides(flags.overrides):
-        if override.is_hydra_override() or override.is_interval_sweep():
-            continue
-        if flags.multirun and override.is_sweep_override():
-            key = override.get_key_element()
-            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            axes.append([override.input_line])
-        if not axes[-1]:
-            raise ConfigError(f"{override.input_line} has no values to sweep over")
+    for override in parse([*params, *flags.overrides]):
+        if not override.is_hydra_override():
+            axes.append(values_of(override, searches) if flags.multirun else [override.input_line])
+            if not axes[-1]:
+                raise ConfigError(f"{override.input_line} has no values to sweep over")
+    if searches:
+        first = [axis[0] for axis in axes]
+        return [first, *([*first[:i], other, *first[i + 1 :]] for i, axis in enumerate(axes) for other in axis[1:])]
     return [list(point) for point in product(*axes)]
+
+
+def values_of(override: Override, searches: bool) -> list[str]:
+    """An override for each value that a sweep gives the key; the ends of an interval."""
+    key = override.get_key_element()
+    if override.is_interval_sweep():
+        if not searches:
+            raise ConfigError(
+                f"{override.input_line}: an interval needs a sweeper that searches, as hydra/sweeper=optuna"
+            )
+        return [f"{key}={override.value().start}", f"{key}={override.value().end}"]
+    if not override.is_sweep_override():
+        return [override.input_line]
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
 def explain(error: Exception) -> str:
@@ -157,6 +272,9 @@ def explain(error: Exception) -> str:
         return file + describe(cause)
     if text.startswith("Multiple values for "):
         return f"{text.partition('. ')[0]}: choose without +"
+    if isinstance(error, OverrideParseException):
+        what = "quote unusual characters, as in \"name='é'\"" if text.startswith("Lexer") else text
+        text = text if "Error parsing override" in text else f"{error.override!r} can't be read: {what}"
     lines = [line.partition(" expecting {")[0] for line in text.splitlines()]
     return "\n".join(line for line in lines if line.strip() and not line.startswith("See http"))
 

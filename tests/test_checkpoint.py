@@ -30,6 +30,7 @@ class Own(nn.Module):
 ZOO = {
     "mlp": {"name": "mlp", "widths": (20, 12), "batch_norm": True, "dropout": 0.1, "activation": "gelu"},
     "lenet_300_100": {"name": "lenet_300_100"},
+    "lenet_5": {"name": "lenet_5"},
     "tutorial_cnn": {"name": "tutorial_cnn"},
     "vgg11_bn": {"name": "vgg11_bn", "width": 0.1},
     "resnet20": {"name": "resnet20", "width": 4},

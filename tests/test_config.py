@@ -20,6 +20,7 @@ from tnvp import models, schema, training
 from tnvp.config import ConfigError, check, config_hash, register, resolve, to_dict, trunk_hash
 from tnvp.data import DATASETS
 from tnvp.pruning.errors import PruningError
+from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.schema import SCHEMAS
 from tnvp.tracking import MODES
 
@@ -375,14 +376,16 @@ def command(monkeypatch, tmp_path, capsys):
     """Runs run.py's main with a stand-in for the experiment; what ran is in `command.ran`."""
     ran, failures = [], {}
 
+    def path_of(config):
+        return tmp_path / "runs" / config_hash(config)
+
     def fake(config):
         ran.append(config)
         if config.seed in failures:
             raise failures[config.seed]
-        return {"test_accuracy": 90.0}
+        RunDirectory.create(path_of(config), aside=True).write_summary({})
 
-    stand_in = SimpleNamespace(run=fake, USER_ERRORS=(ConfigError, PruningError))
-    monkeypatch.setattr(run, "missing", lambda: 0)
+    stand_in = SimpleNamespace(run=fake, run_path=path_of, USER_ERRORS=(ConfigError, PruningError, ResultsError))
     monkeypatch.setattr(tnvp, "experiment", stand_in, raising=False)
     monkeypatch.setitem(sys.modules, "tnvp.experiment", stand_in)
     monkeypatch.chdir(tmp_path)
@@ -394,7 +397,7 @@ def command(monkeypatch, tmp_path, capsys):
         status = run.main()
         printed = capsys.readouterr()
         written = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-        assert set(written) <= ({"multirun.yaml"} if ran else set())  # all else is for the experiment to write
+        assert set(written) <= ({"multirun.yaml", "outcome.json", "summary.json"} if ran else set())
         return status, printed.out, printed.err
 
     call.ran, call.failures = ran, failures
@@ -447,7 +450,13 @@ def test_a_failed_point_is_reported_and_the_others_run(command):
     command.failures[1] = PruningError("nothing prunable")
     status, _, err = command("-m", "seed=0,1,2")
     assert status == 2 and len(command.ran) == 3
-    assert err.splitlines() == ["[1/3] seed=0", "[2/3] seed=1", "nothing prunable", "[3/3] seed=2"]
+    assert err.splitlines()[:4] == ["[1/3] seed=0", "[2/3] seed=1", "nothing prunable", "[3/3] seed=2"]
+    assert err.splitlines()[4:] == [
+        "3 runs: 2 done, 1 failed",
+        "  done    seed=0",
+        "  failed  seed=1  (nothing prunable)",
+        "  done    seed=2",
+    ]
 
 
 def test_a_bug_keeps_its_traceback(command):
@@ -460,6 +469,11 @@ def test_an_interrupt_ends_a_sweep(command):
     command.failures[0] = KeyboardInterrupt()
     status, _, err = command("-m", "seed=0,1")
     assert status == 130 and len(command.ran) == 1 and "Traceback" not in err
+    assert err.splitlines()[-3:] == [
+        "2 runs: 2 not finished",
+        "  not finished  seed=0  (broken off: its process ended)",
+        "  not finished  seed=1  (not started)",
+    ]
 
 
 def test_help_lists_the_choices(command, capsys):

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from itertools import pairwise
 
 import hydra
@@ -313,20 +314,40 @@ def test_a_compiled_run_prunes_and_trains_on_like_an_eager_one(started):
     assert counts.iloc[0] == 10 * 128  # every image of the window's ten steps was recorded
 
 
-def test_the_progress_bar_tells_loss_accuracy_and_widths():
+def lines_of_progress(columns: int, widths: dict[str, int], epochs: int = 1) -> list[str]:
+    """What a terminal of so many columns shows of a phase, line by line, without its control codes."""
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=140)
-    bar = ProgressBar(lambda: {"fc1": 32, "fc2": 16}, console)
-    fit = Fit(torch.nn.Linear(2, 2), None, "dense", epochs=1, steps_per_epoch=2)
+    bar = ProgressBar(lambda: widths, Console(file=out, force_terminal=True, width=columns))
+    fit = Fit(torch.nn.Linear(2, 2), None, "finetune", epochs=epochs, steps_per_epoch=2)
     bar.on_start(fit)
-    for step in (1, 2):
+    for step in range(1, 2 * epochs + 1):
         fit.step = fit.batches_done = step
         fit.epoch = step / 2
         fit.add(torch.tensor(0.5), torch.eye(2), torch.tensor([0, 1]))
         bar.on_step(fit)
     bar.on_end(fit)
-    for part in ("dense", "loss 0.500", "accuracy 100.0 %", "widths 32–16", "epoch 1.0/1", "left"):
-        assert part in out.getvalue()
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()))
+
+
+def test_the_progress_bar_tells_loss_accuracy_and_widths():
+    for columns in (140, 80):
+        (*_, last), wide = (
+            [line for line in lines_of_progress(columns, {"fc1": 300, "fc2": 100}, 10) if line],
+            columns > 80,
+        )
+        for part in ("finetune", "loss 0.500", "accuracy 100.0 %", "widths 300–100", "epoch 10.0/10", "left 0:00:00"):
+            assert part in last
+        assert ("━" in last) == wide
+
+
+@pytest.mark.parametrize("columns", [40, 80, 119, 120])
+def test_progress_keeps_to_its_line(columns):
+    """However narrow the terminal and deep the network: nothing is cut off in the middle of a number."""
+    lines = lines_of_progress(columns, {f"conv{i}": 512 for i in range(30)})
+    assert all(len(line.rstrip()) <= columns and "…" not in line for line in lines)
+    assert len([line for line in lines if line.strip()]) == len([line for line in lines if "left" in line])
+    assert any("epoch 1.0/1" in line for line in lines)
+    assert any("neurons 15360" in line for line in lines) == (columns > 40)
 
 
 def test_elsewhere_than_on_a_terminal_it_is_quiet():

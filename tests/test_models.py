@@ -15,6 +15,7 @@ DIGITS, MNIST, CIFAR, OBLONG = (1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 20, 12)
 SMALL = {  # name → arguments that make a network of a few thousand parameters
     "mlp": {"widths": (12, 8), "batch_norm": True, "dropout": 0.1, "activation": "gelu"},
     "lenet_300_100": {},
+    "lenet_5": {},
     "tutorial_cnn": {},
     "vgg11_bn": {"width": 0.05},
     "resnet20": {"width": 4},
@@ -51,7 +52,7 @@ def test_the_small_settings_cover_the_zoo():
 @pytest.mark.parametrize("shape", [DIGITS, MNIST, CIFAR, OBLONG], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_zoo_model_scores_images_and_lives_in_its_file(name, shape, tmp_path):
-    if name == "tutorial_cnn" and min(shape[1:]) < 16:
+    if name in ("lenet_5", "tutorial_cnn") and min(shape[1:]) < 16:
         with pytest.raises(ModelError, match="16×16"):
             build(name, shape=shape, classes=7)
         return
@@ -61,6 +62,11 @@ def test_a_zoo_model_scores_images_and_lives_in_its_file(name, shape, tmp_path):
     scores.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     survives_its_file(model, shape, tmp_path / "model.pt")
+
+
+def test_lenet_5_has_caffes_parameters():
+    by_hand = (20 * 25 + 20) + (50 * 20 * 25 + 50) + (500 * 800 + 500) + (10 * 500 + 10)
+    assert parameters(build("lenet_5", shape=MNIST, classes=10)) == by_hand == 431_080
 
 
 def test_vgg11_has_the_published_parameters():

@@ -220,9 +220,9 @@ PLAIN = st.none() | st.booleans() | st.text() | NUMBERS
 @given(st.dictionaries(st.text(), PLAIN | st.lists(PLAIN, max_size=3), max_size=4))
 def test_any_record_survives_the_line_it_is_written_on(tmp_path_factory, record):
     run = RunDirectory.create(tmp_path_factory.mktemp("run"))
-    run.event({**record, "step": 1})
-    run.event({"step": 2})
-    assert run.events() == [{**record, "step": 1}, {"step": 2}]
+    run.event(first := {**record, "step": 1, "groups": []})
+    run.event(second := {"step": 2, "groups": []})
+    assert run.events() == [first, second]
 
 
 def test_what_has_no_place_in_a_file_is_named(tmp_path):

@@ -1,14 +1,35 @@
 """A run that is killed at any moment is continued by the same command, and ends with the very same result."""
 
+import gc
+import io
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import tracemalloc
+from contextlib import suppress
+
 import pandas as pd
 import pytest
 import torch
 
+import run
 from tests.test_experiment import compose
 from tnvp import experiment, tracking
 from tnvp.config import Config
-from tnvp.results import RunDirectory
-from tnvp.resume import Checkpointing
+from tnvp.events import PruneEvent
+from tnvp.journal import Journal
+from tnvp.locks import locked
+from tnvp.results import ResultsError, RunDirectory
+from tnvp.resume import Checkpointing, Stopped
+from tnvp.run_state import Checkpoints
+from tnvp.training import Fit
 
 SMALL = [
     "epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "pruning.trace_every=3",
@@ -31,6 +52,9 @@ RUNS = {
     "threshold, mask": [*THRESHOLD, "pruning.mode=mask", "pruning.criterion=variance_preactivation"],
     "scratch": ["pruning=scratch", "pruning.finetune_epochs=0"],
 }  # fmt: skip
+
+
+QUICK = ["none", "one_shot, trunk", "one_shot, adamw, fresh", "gradual, random", "threshold", "scratch"]
 
 
 class Killed(BaseException):
@@ -74,7 +98,7 @@ def dies_at(monkeypatch, steps: list[int]) -> None:
     monkeypatch.setattr(Checkpointing, "on_step", on_step)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in RUNS])
 def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Killed with no checkpoint, within epochs, at their ends, after events; some checkpoints are some steps older."""
     undisturbed = finished(small(tmp_path / "a", *RUNS[kind]))
@@ -123,3 +147,278 @@ def test_a_run_that_goes_on_tells_the_tracker_the_same_rows_in_the_same_order(ki
     assert {type(row) for row in whole} == {dict, tuple} and any("groups" in row for row in whole)
     for part in trackers[1:-1]:
         assert part.rows == whole[: len(part.rows)]
+
+
+def forked(config: Config, kill_after: float | None = None, at_step: int | None = None) -> int:
+    """Does the run in a process of its own, which is killed after some seconds or at a step; returns how it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stdout = sys.stderr = io.StringIO()
+            if at_step is not None:
+                real = Checkpointing.on_step
+                Checkpointing.on_step = lambda self, fit: (
+                    os.kill(os.getpid(), signal.SIGKILL) if fit.step == at_step else real(self, fit)
+                )
+            experiment.run(config)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "gradual", "threshold", "gradual, mask"])
+def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
+    config = small(tmp_path / "b", *RUNS[kind], "checkpoint_steps=4")
+    assert forked(config, at_step=14) == -signal.SIGKILL
+    assert list(config_folder(config).glob(".*.lock")), "whose lock is nobody's now"
+    assert_same(finished(config), finished(small(tmp_path / "a", *RUNS[kind])))
+
+
+def config_folder(config: Config):
+    return experiment.run_path(config).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path):
+    """At least 5 kills a kind: while data are loaded, steps are done, files are written, and at the run's end."""
+    moments = random.Random(kind)
+    more = ["epochs=4", "checkpoint_steps=3", *RUNS[kind]]
+    began = time.monotonic()
+    undisturbed = finished(small(tmp_path / "a", *more))
+    seconds = time.monotonic() - began
+    config, kills = small(tmp_path / "b", *more), 0
+    for _ in range(100):
+        if kills < 5 and RunDirectory(experiment.run_path(config)).is_complete:
+            shutil.move(experiment.run_path(config), tmp_path / f"complete-{kills}")
+        ended = forked(config, kill_after=moments.uniform(0.1, 1) * seconds if kills < 5 else None)
+        kills += ended == -signal.SIGKILL
+        if kills >= 5 and ended == 0:
+            break
+        assert ended in (0, -signal.SIGKILL)
+    assert kills >= 5
+    assert_same(RunDirectory.open(experiment.run_path(config)), undisturbed)
+    for complete in tmp_path.glob("complete-*"):
+        assert_same(RunDirectory.open(complete), undisturbed)
+
+
+# Signals, locks, damage.
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_keeps_it_and_stops_the_sweep(number, status, tmp_path, monkeypatch, capsys):
+    arguments = [*SMALL, *GRADUAL, f"runs={tmp_path}"]
+    with monkeypatch.context() as patch:
+        real = Journal.on_step
+        patch.setattr(Journal, "on_step", lambda *a: real(*a) or (a[1].step == 9 and signal.raise_signal(number)))
+        patch.setattr(sys, "argv", ["run.py", "-m", "seed=0,1", *arguments])
+        handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+        assert run.main() == status
+        assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == handlers
+    name = signal.Signals(number).name
+    assert re.search(rf"stopped by {name}; the same command goes on from step 9\n", capsys.readouterr().err)
+    assert len(list(tmp_path.glob("digits/*/"))) == 1, "the second point did not start"
+    config = compose(*arguments)
+    again = finished(config)
+    assert "goes on from step 9 (train, epoch 0.82)" in capsys.readouterr().out
+    assert_same(again, finished(compose(*arguments, f"runs={tmp_path}/undisturbed")))
+
+
+def test_a_second_signal_and_one_outside_of_training_stop_at_once(tmp_path, monkeypatch):
+    def interrupt(times, after=lambda *a: None):
+        return lambda *a: [signal.raise_signal(signal.SIGINT) for _ in range(times)] or after(*a)
+
+    config = small(tmp_path, *ONE_SHOT, "trunks=null")
+    for owner, name, times, last in ((Journal, "on_step", 2, None), (PruneEvent, "__call__", 1, 22)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt(times))
+            with pytest.raises(Stopped, match="SIGINT"):
+                experiment.run(config)
+        assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == last
+
+
+def test_a_second_process_is_kept_out_and_touches_nothing(tmp_path, capsys):
+    config = small(tmp_path, *GRADUAL)
+    path = experiment.run_path(config)
+    for more in ([], ["force=true"]):
+        with experiment.held(path):
+            with pytest.raises(ResultsError, match="being run by another process"):
+                experiment.run(small(tmp_path, *GRADUAL, *more))
+            assert not path.exists()
+    finished(config)
+    with experiment.held(path):
+        experiment.run(config)
+    assert "complete already" in capsys.readouterr().out
+    assert not list(path.parent.glob(".*")), "no lock stays"
+
+
+def test_who_waits_for_a_lock_gets_it_and_not_a_file_that_is_gone(tmp_path):
+    path, order = tmp_path / "lock", []
+
+    def enter(name):
+        with locked(path, waiting=f"{name} waits"):
+            order.append(name)
+            assert path.exists()
+
+    with locked(path):
+        threads = [threading.Thread(target=enter, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        order.append("first")
+    for thread in threads:
+        thread.join(30)
+    assert order[0] == "first" and set(order) == {"first", "a", "b"} and not path.exists()
+
+
+def stopped_at(step: int, config: Config, monkeypatch) -> Checkpoints:
+    with monkeypatch.context() as patch:
+        dies_at(patch, [step])
+        with pytest.raises(Killed):
+            experiment.run(config)
+    return Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path)
+
+
+DAMAGES = {
+    "half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "one bit": lambda data: data[:999] + bytes([data[999] ^ 1]) + data[1000:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_two_checkpoints_the_whole_one_is_used(damage, tmp_path, monkeypatch, capsys):
+    config = small(tmp_path / "a", *GRADUAL, "checkpoint_steps=4")
+    kept = stopped_at(14, config, monkeypatch)
+    newest, before = kept.paths()
+    assert [path.name[:9] for path in (newest, before)] == ["000000012", "000000011"], "two are kept"
+    newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
+    with pytest.warns(UserWarning, match="damaged .* set aside"):
+        again = finished(config)
+    assert "goes on from step 11" in capsys.readouterr().out
+    assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_starts_over_and_loses_nothing(tmp_path, monkeypatch):
+    config = small(tmp_path / "a", *GRADUAL, "checkpoint_steps=4")
+    for path in stopped_at(14, config, monkeypatch).paths():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="no whole checkpoint"):
+        again = finished(config)
+    aside = again.path.with_name(f"{again.path.name}.old-1")
+    assert len(list((aside / "checkpoint").iterdir())) == 2 and (aside / "metrics.jsonl").exists()
+    assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
+
+
+def test_a_checkpoint_whose_records_are_lost_is_not_used(tmp_path, monkeypatch, capsys):
+    config = small(tmp_path / "a", *GRADUAL, "checkpoint_steps=4")
+    stopped_at(14, config, monkeypatch)
+    directory = RunDirectory(experiment.run_path(config))
+    lines = directory.metrics_path.read_bytes().splitlines(keepends=True)
+    directory.metrics_path.write_bytes(b"".join(lines[:-1]))  # those of the step 12 are gone
+    with pytest.warns(UserWarning, match="records from before it are missing"):
+        again = finished(config)
+    assert "goes on from step 11" in capsys.readouterr().out
+    assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
+
+
+def test_force_starts_over_and_sets_the_unfinished_run_aside(tmp_path, monkeypatch, capsys):
+    config = small(tmp_path, *GRADUAL)
+    stopped_at(14, config, monkeypatch)
+    again = finished(small(tmp_path, *GRADUAL, "force=true"))
+    assert "goes on" not in capsys.readouterr().out
+    assert (again.path.with_name(f"{again.path.name}.old-1") / "checkpoint").is_dir()
+
+
+# What must not be kept, and what must not grow.
+
+
+def poisoned(monkeypatch, step: int, what) -> None:
+    """Calls ``what(fit)`` when the step's loss is counted, in every run."""
+    real = Fit.add
+    monkeypatch.setattr(Fit, "add", lambda fit, *a: real(fit, *a) or (what(fit) if fit.step == step else None))
+
+
+def lose(fit: Fit) -> None:
+    fit._loss = fit._loss * math.nan
+
+
+def blow_up(fit: Fit) -> None:
+    fit.model.fc1.bias.detach()[0] = math.inf
+
+
+@pytest.mark.parametrize(
+    ("step", "what", "more", "message"),
+    [
+        (15, lose, [], r"the loss became nan .*optimizer\.lr"),
+        (16, blow_up, ["checkpoint_steps=8", "pruning.trace_every=50"], r"fc1\.bias has NaN or Inf at step 16"),
+        (17, blow_up, ["pruning.trace_every=50"], "NaN or Inf in the output recorded"),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_and_the_last_good_state_stays(
+    step, what, more, message, tmp_path, monkeypatch
+):
+    overrides = [*GRADUAL, "pruning.end_step=20", *more]
+    config = small(tmp_path, *overrides)
+    poisoned(monkeypatch, step, what)
+    for _ in range(2):  # the same command comes to the same end
+        with pytest.raises(experiment.USER_ERRORS, match=message) as told:
+            experiment.run(config)
+        directory = RunDirectory(experiment.run_path(config))
+        assert f"of step 11, is in {directory.checkpoint_path}" in str(told.value)
+        assert "A changed configuration is another run" in str(told.value)
+    assert not directory.is_complete
+
+
+def test_seconds_add_up_though_the_clock_is_set_back(tmp_path, monkeypatch):
+    config = small(tmp_path, *GRADUAL, "checkpoint_steps=4", "checkpoint_minutes=0.01")
+    kept = stopped_at(14, config, monkeypatch)
+    before = kept.newest(lambda state: True)["seconds"]
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    assert finished(config).summary["seconds"] > before > 0
+
+
+def growth(tmp_path, monkeypatch, steps: tuple[int, int], *more: str) -> int:
+    """Bytes that Python holds more at the second step than at the first."""
+    held, real = [], Checkpointing.on_step
+
+    def on_step(self, fit):
+        real(self, fit)
+        if fit.step in steps:
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+
+    monkeypatch.setattr(Checkpointing, "on_step", on_step)
+    tracemalloc.start()
+    try:
+        finished(small(tmp_path, "pruning=none", "pruning.trace_every=1", "batch_size=4", "epochs=1", *more))
+    finally:
+        tracemalloc.stop()
+    first, last = held
+    return last - first
+
+
+def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
+    """A window of the trace takes 2 kB and a record 1 kB; without parts these 200 steps would hold 0.6 MB more."""
+    monkeypatch.setattr(experiment, "PART_ROWS", 500)
+    assert growth(tmp_path, monkeypatch, (101, 301), "checkpoint_steps=50") < 50_000
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_hundred_thousand_steps(tmp_path, monkeypatch):
+    """Of the whole process, torch's memory too. What is held in 10^5 windows would be 300 MB."""
+    peaks, real = {}, Checkpointing.on_step
+
+    def on_step(self, fit):
+        real(self, fit)
+        if fit.step in (20_000, 100_000):
+            peaks[fit.step] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    monkeypatch.setattr(Checkpointing, "on_step", on_step)
+    tiny = ["model.widths=[4,4]", "pruning.trace_every=1", "batch_size=4", "epochs=312", "checkpoint_steps=1000"]
+    finished(small(tmp_path, "pruning=none", *tiny))
+    assert peaks[100_000] - peaks[20_000] < 30

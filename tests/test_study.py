@@ -117,6 +117,23 @@ def test_a_part_is_published_only_where_asked_and_said(tmp_path):
     assert len(results.published(mine.table_path)) == 1
 
 
+def test_a_failed_sweep_leaves_the_next_running_and_an_interrupt_does_not(tmp_path, monkeypatch):
+    declare(tmp_path, sweeps=[SWEEP, {**SWEEP, "base": ["experiment=digits", "epochs=2"]}])
+    mine, where = study.read("mine", tmp_path), [f"runs={tmp_path}/runs", "+hydra.launcher.n=1", "hydra/launcher=basic"]
+    started = []
+    for status, expected in ((2, (2, 2)), (1, (1, 2)), (130, (130, 1)), (-9, (-9, 1))):
+        started.clear()
+        answers = iter([status, 0])
+
+        def start(command, answers=answers):
+            started.append(command)
+            return Namespace(returncode=next(answers))
+
+        monkeypatch.setattr(study.subprocess, "run", start)
+        assert (study.run(mine, where), len(started)) == expected
+    assert started[0][-2:] == where[-2:], "what is Hydra's goes to every sweep"
+
+
 def test_points_are_those_that_hydra_sweeps_over():
     axes = {
         "optimizer.lr": [1e-05],
@@ -140,6 +157,8 @@ def test_points_are_those_that_hydra_sweeps_over():
         ({"sweeps": {}}, "sweeps must be a list"),
         ({"extra": 1}, "needs the keys question, figures, sweeps; it has"),
         ({"figures": {"accuracy": "pie"}}, "figure 'pie' is none of accuracy_vs_sparsity"),
+        ({"figures": {"accuracy": "accuracy_by_setting"}}, "accuracy_by_setting needs the columns that name a setting"),
+        ({"figures": {"accuracy": "accuracy_vs_cost seed"}}, "accuracy_vs_cost takes no columns"),
         ({"sweeps": [{"base": [], "axes": {"seed": 3}}]}, "the axis seed needs a list of values"),
     ],
 )

@@ -13,6 +13,7 @@ from tnvp.training import (
     device_of,
     evaluate,
     make_schedule,
+    memory_told,
     train,
 )
 
@@ -177,7 +178,7 @@ def test_out_of_memory_names_the_batch_size():
         def forward(self, x):
             raise torch.OutOfMemoryError("tried to allocate")
 
-    with pytest.raises(TrainingError, match="batch_size=8"):
+    with pytest.raises(TrainingError, match="batch_size=8"), memory_told(8):
         fitted(Full(5, 2))
 
 

@@ -26,7 +26,7 @@ from omegaconf.errors import (
 )
 
 from .models import how_to_choose
-from .schema import SCHEMAS, Composition, Config
+from .schema import LARGEST, LARGEST_FLOAT, LONGEST_PATH, SCHEMAS, Composition, Config
 
 __all__ = ["Config", "ConfigError", "check", "compose", "config_hash", "register", "resolve", "to_dict", "trunk_hash"]
 
@@ -59,6 +59,7 @@ def resolve(cfg: DictConfig) -> Config:
         ConfigError: an unknown or missing key, a wrong type, a value out of range, values that don't fit.
     """
     try:
+        _check_variables(OmegaConf.to_container(cfg))
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         plain.pop("epochs", None)  # the shorthand; the keys that refer to it are resolved by now
         schemas = {group: _schema(group, plain.get(group)) for group in SCHEMAS}
@@ -133,7 +134,7 @@ def describe(error: OmegaConfBaseException) -> str:
         return missing_key(key)
     if "is not a ListConfig" in what:
         return f"{key} must be a list: write {key}=[first,second]"
-    return f"{key}: {what}" if key else what
+    return f"{key}: {what}" if key and key != "_dummy_" else what
 
 
 def unknown_key(key: str) -> str:
@@ -198,6 +199,15 @@ def _check_keys(plain: dict, schemas: dict[str, type]) -> None:
             raise ConfigError(missing_key(f"{path}{missing[0]}"))
 
 
+def _check_variables(value: Any, path: str = "") -> None:
+    """Run directories and W&B keep the configuration: no secret of the environment may get into it."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_variables(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, str) and "oc.env" in re.sub(r"\$\{oc\.env:\s*TNVP_\w+\s*[,}]", "", value):
+        raise ConfigError(f"{path}={value}: only environment variables whose names begin with TNVP_ may be read here")
+
+
 def _problems(node: Any, path: str = "") -> Iterator[str]:
     """A line for each value that its field's metadata refuses, and for each conflict between values."""
     for field in fields(node):
@@ -213,12 +223,23 @@ def _problems(node: Any, path: str = "") -> Iterator[str]:
 
 
 def _problem(key: str, value: Any, allowed: Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(value, list | dict):
+        yield f"{key}={value} must be one value"
+        return
     if "interval" in allowed and not _inside(value, allowed["interval"]):
         yield f"{key}={value} must be a number in {allowed['interval']}"
+    elif "interval" in allowed and abs(value) > (largest := LARGEST if isinstance(value, int) else LARGEST_FLOAT):
+        yield f"{key}={value} is too large: at most {largest}"
     if "choices" in allowed and value not in allowed["choices"]:
         yield not_a_choice(key, value, allowed["choices"])
     if "pattern" in allowed and not re.fullmatch(allowed["pattern"], value):
         yield f"{key}={value!r} must be {allowed['form']}"
+    elif "pattern" in allowed and not value.isprintable():
+        yield f"{key}={value!r} has characters that can't be printed: leave them out"
+    elif "longest" in allowed and (
+        max(len(part.encode()) for part in value.split("/")) > allowed["longest"] or len(value) > LONGEST_PATH
+    ):
+        yield f"{key}={value[:40]}… is too long: at most {allowed['longest']} bytes between slashes"
 
 
 def _inside(value: float, interval: str) -> bool:

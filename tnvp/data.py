@@ -175,7 +175,12 @@ def _normalisation(
     if mean is None or std is None:
         own_mean, own_std = _moments(images)
         mean, std = own_mean if mean is None else mean, own_std if std is None else std
-    return torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32)
+    mean, std = torch.tensor(mean, dtype=torch.float32), torch.tensor(std, dtype=torch.float32)
+    if not torch.stack([1 / (255 * std), mean / std]).isfinite().all():
+        raise DataError(
+            f"mean {mean.tolist()} and std {std.tolist()} make pixels that are not finite: std is too small."
+        )
+    return mean, std
 
 
 def _moments(images: Tensor) -> tuple[list[float], list[float]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,21 +15,32 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tnvp import checkpoint, data, distributed, figures, models, tracking, trunk
+from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
+from tnvp.continuation import begin, complete_run, held, telling_what_was_kept
 from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal
-from tnvp.locks import LockedError, locked
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.pruning.schedule import Cubic
-from tnvp.resume import Checkpointing, Interrupts, Stopped
+from tnvp.resume import Checkpointing, Interrupts
 from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.schema import Gradual, Threshold
-from tnvp.training import OPTIMIZERS, Alone, Callback, Fit, TrainingError, Validation, evaluate, make_schedule, train
+from tnvp.training import (
+    OPTIMIZERS,
+    Alone,
+    Callback,
+    Fit,
+    TrainingError,
+    Validation,
+    evaluate,
+    make_schedule,
+    memory_told,
+    train,
+)
 
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
@@ -43,7 +53,8 @@ PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoin
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
     place = distributed.join()
-    summary = run_in(place, config)
+    with memory_told(config.batch_size):
+        summary = run_in(place, config)
     place.leave()
     return summary
 
@@ -52,7 +63,7 @@ def run_in(place: Alone, config: Config) -> dict:
     """The part of this process, alone or one of several: all do the same, and the one that leads writes and tells."""
     path = run_path(config)
     done = RunDirectory(path)
-    if not config.force and place.of_first(done.is_complete):
+    if not config.force and place.of_first(complete_run(path) is not None):
         if place.leads:
             print(f"{path}: complete already (force=true runs it again and sets the old one aside)")
         return done.summary
@@ -64,13 +75,19 @@ def run_in(place: Alone, config: Config) -> dict:
         images = data.load(**asdict(config.dataset), device=device)
     model = models.build(**asdict(config.model), shape=images.shape, classes=len(images.classes)).to(device)
     pruner = make_pruner(config, place.adapt(model), images)
-    check_events_fit(config, len(data.batch_sizes(len(images.train), config.batch_size)))
+    sizes = data.batch_sizes(len(images.train), config.batch_size)
+    check_events_fit(config, len(sizes))
+    if 1 in sizes and running_norms(model):
+        check_batch_of_one(config, model, images)
+    if config.trunks and config.pruning.name == "one_shot":
+        Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
     place.seed(config.seed)
 
     with place.folder(path) as folder, held(folder):
-        if place.of_first(done.is_complete) and not config.force:
+        if not config.force and place.of_first(complete_run(path) is not None):
             return done.summary  # of another run, meanwhile
-        directory, saved = begin(config, folder, device, place.count)
+        found = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
+        directory, saved = begin(folder, to_dict(config), found | {"processes": place.count}, anew=config.force)
         saved = place.of_first(saved)
         tracker = start_tracking(config, directory, saved and saved["tracker"]) if place.leads else tracking.Tracker()
         complete = False
@@ -86,55 +103,6 @@ def run_in(place: Alone, config: Config) -> dict:
     if place.leads:
         print(describe(summary, config.pruning.name, directory, tracker))
     return summary
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Inside, the run directory is this process's alone."""
-    try:
-        with locked(path.with_name(f".{path.name}.lock")):
-            yield
-    except LockedError:
-        raise ResultsError(f"{path} is being run by another process: when that is done, repeat the command") from None
-
-
-def begin(config: Config, path: Path, device: torch.device, processes: int) -> tuple[RunDirectory, dict | None]:
-    """The directory, and the state to go on from: None for a new run, which sets aside what was there."""
-    directory, checkpoints = RunDirectory(path), Checkpoints(RunDirectory(path).checkpoint_path)
-    if not config.force and checkpoints.paths():
-        saved = checkpoints.newest(lambda state: directory.reaches(state["position"]))
-        if saved is not None:
-            if (began := directory.environment.get("processes", 1)) != processes:
-                raise ResultsError(f"{path} was begun with processes={began}, not {processes}: as many, or force=true")
-            directory.cut_back(saved["position"])
-            fit = saved["fit"]
-            print(f"{path}: goes on from step {fit['step']} ({fit['phase']}, epoch {fit['epoch']:.2f})", flush=True)
-            return directory, saved
-        warnings.warn(f"{path} has no whole checkpoint: it is set aside, and the run starts over", stacklevel=2)
-    directory = RunDirectory.create(path, aside=True)
-    directory.write_config(to_dict(config))
-    facts = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
-    directory.write_environment(facts | {"processes": processes})
-    return directory, None
-
-
-@contextmanager
-def telling_what_was_kept(directory: RunDirectory) -> Iterator[None]:
-    """What ends a run says where it can go on."""
-    checkpoints = Checkpoints(directory.checkpoint_path)
-    try:
-        yield
-    except Stopped as stop:
-        last = checkpoints.last_step
-        where = "starts it again" if last is None else f"goes on from step {last}"
-        stop.args = (f"{directory.path}: {stop}; the same command {where}",)
-        raise
-    except (TrainingError, PruningError) as error:
-        last = checkpoints.last_step
-        kept = "" if last is None else (
-            f"The last good state, of step {last}, is in {checkpoints.folder}; the same command goes on from there, to the same end. "
-        )  # fmt: skip
-        raise type(error)(f"{error}\n{kept}A changed configuration is another run.") from error
 
 
 class Study:
@@ -411,6 +379,8 @@ class Study:
         self.tracker.summary(summary)
         self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
         if self.tracker.where and len(traces := self.directory.traces()):
+            from tnvp import figures  # matplotlib takes a second to load, and only the tracker's copy has pictures
+
             figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)
@@ -425,6 +395,19 @@ def check_events_fit(config: Config, steps_per_epoch: int) -> None:
             f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
             f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
         )
+
+
+def check_batch_of_one(config: Config, model: nn.Module, images: data.Data) -> None:
+    """A network whose batch norms would see one value a channel can't be trained: found before anything runs."""
+    x, _ = next(data.batches(images, images.train, config.batch_size))
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            copy.deepcopy(model).train()(x[:1])
+    except ValueError as error:
+        raise ConfigError(
+            f"batch_size={config.batch_size} makes training batches of one image, which this network's "
+            f"batch norms can't be trained on ({error}): raise it"
+        ) from error
 
 
 def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:

@@ -5,10 +5,12 @@ Okabe and Ito's palette for the colour-blind, marker and dash for grey print.
 
 import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -58,7 +60,9 @@ SCRATCH = ("0.35", "h", (0, (3, 1.5)))  # the control of the same widths, traine
 UNKNOWN = ("#444444", "*", "-")  # a criterion not in the list above: its label still names it
 OTHER = matplotlib.colormaps["viridis"]  # for what is no criterion: variances, groups, validation curves
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5))]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">", "h"]
 DEAD = "0.8"
+LEAST_SEEDS = 3  # with two, the t-interval is 13 times their half-difference wide: it would say nothing and hide all
 
 
 def outline(criterion: str) -> list:
@@ -148,6 +152,25 @@ def spread_out(heights: list[float], gap: float) -> list[float]:
             blocks[-1] = [blocks[-1][0] + total, blocks[-1][1] + length]
     bases = [total / length for total, length in blocks for _ in range(int(length))]
     return [max(0.0, min(base, 1 - (len(bases) - 1) * gap)) + index * gap for index, base in enumerate(bases)]
+
+
+def band(mean: np.ndarray, half: np.ndarray, n: np.ndarray, highest: float = 100) -> tuple[np.ndarray, np.ndarray]:
+    """Edges of an interval of what lies in 0 to ``highest``, such as accuracies; NaN for too few seeds."""
+    half = np.where(np.asarray(n) < LEAST_SEEDS, np.nan, half)
+    return np.clip(mean - half, 0, highest), np.clip(mean + half, 0, highest)
+
+
+def none_where(counts: Iterable[int]) -> str:
+    """What a caption says of intervals that are not drawn, if any of these counts of seeds is too small."""
+    return f", none where n < {LEAST_SEEDS}" if min(counts) < LEAST_SEEDS else ""
+
+
+def provenance(runs: pd.DataFrame, command: str) -> str:
+    """The end of a caption: how many runs, of which data, code and machine, and how to have them again."""
+    commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
+    hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
+    data = runs["config.dataset.name"].iloc[0]
+    return f"{plural(len(runs), 'run')}, {data} test data, commit {commits}, {hardware}. Reproduce: {command}"
 
 
 def save(figure: Figure, path: str | Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:

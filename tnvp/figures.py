@@ -21,13 +21,16 @@ from tnvp.controls import CONTROLS
 from tnvp.figure_style import CRITERIA, order, save
 from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.run_figures import event_widths, training_curves, widths_by_criterion, widths_over_time
+from tnvp.setting_figures import accuracy_by_setting, accuracy_vs_training
+from tnvp.stability_figure import stability_over_seeds
 from tnvp.study_figures import accuracy_by_compensation, accuracy_vs_cost, accuracy_vs_sparsity, paired_differences
 from tnvp.trace_figures import rank_stability, survival, trace_heatmap
 
 __all__ = [
-    "CRITERIA", "OF_TABLES", "accuracy_by_compensation", "accuracy_vs_cost", "accuracy_vs_sparsity", "draw", "of_table",
-    "paired_differences", "rank_stability", "save", "survival", "trace_heatmap", "training_curves", "widths_by_criterion",
-    "widths_over_time",
+    "BY_SETTING", "CRITERIA", "KINDS", "OF_STABILITY", "OF_TABLES", "accuracy_by_compensation", "accuracy_by_setting",
+    "accuracy_vs_cost", "accuracy_vs_sparsity", "accuracy_vs_training", "draw", "of_table", "paired_differences",
+    "rank_stability", "save", "stability_over_seeds", "survival", "trace_heatmap", "training_curves",
+    "widths_by_criterion", "widths_over_time",
 ]  # fmt: skip
 OF_TABLES = {  # what can be drawn of a table alone; a study names them
     "accuracy_vs_sparsity": accuracy_vs_sparsity,
@@ -35,6 +38,12 @@ OF_TABLES = {  # what can be drawn of a table alone; a study names them
     "accuracy_vs_cost": accuracy_vs_cost,
     "paired_differences": paired_differences,
 }
+BY_SETTING = {  # what is drawn of a table whose settings some of its columns name; a study names both
+    "accuracy_by_setting": accuracy_by_setting,
+    "accuracy_vs_training": accuracy_vs_training,
+}
+OF_STABILITY = {"rank_stability": stability_over_seeds}  # what is drawn of a stability.csv
+KINDS = [*OF_TABLES, *BY_SETTING, *OF_STABILITY]
 FILES = ["accuracy", "compensation", "cost", "differences"]  # how `draw` names their files
 NEEDS = {"accuracy_by_compensation": "several compensations", "paired_differences": "several criteria"}
 OF_RUNS = {  # what is drawn of the trace and events of one run
@@ -81,8 +90,11 @@ def draw(root: str | Path, out: str | Path) -> list[Path]:
     seen = set()
     for name, row in _representatives(table):
         kind = tuple(row[results.BASE[:3]])
-        for noun, figure in _run_figures(Path(root), name, row, command, only_trace=kind in seen):
-            written += save(figure, out / slug(f"{noun}-{name}"))
+        try:
+            for noun, figure in _run_figures(Path(root), name, row, command, only_trace=kind in seen):
+                written += save(figure, out / slug(f"{noun}-{name}"))
+        except ResultsError as error:
+            warnings.warn(f"no figures of the run {row['run']}: {error}", stacklevel=2)
         seen.add(kind)
     return written
 
@@ -105,12 +117,14 @@ def _by_criterion(root: Path, pruned: pd.DataFrame, command: str) -> Iterator[tu
     for title, rows in results.by_setting(chosen).items() if len(chosen) else ():
         asked = results.requested(rows)
         middle = asked.sort_values().iloc[(len(asked) - 1) // 2]
-        parts = [
-            event_widths(RunDirectory.open(root / row["run"]).events()).assign(
-                criterion=row["criterion"], seed=row["seed"]
-            )
-            for _, row in rows[asked == middle].iterrows()
-        ]
+        parts = []
+        for _, row in rows[asked == middle].iterrows():
+            try:
+                widths = event_widths(RunDirectory.open(root / row["run"]).events())
+            except ResultsError as error:
+                warnings.warn(f"the run {row['run']} is left out of the widths: {error}", stacklevel=2)
+            else:
+                parts.append(widths.assign(criterion=row["criterion"], seed=row["seed"]))
         if any(map(len, parts)):
             caption = f"After the last event, {middle:g} requested, scope=global. Reproduce: {command}"
             yield title, widths_by_criterion(pd.concat(parts), f"Widths by criterion: {title}", caption)

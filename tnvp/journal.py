@@ -63,7 +63,8 @@ class Journal(Callback):
 
     def _tell_again(self) -> None:
         """All rows that the tracker had, in the same order."""
-        traces = pd.concat([self.directory.traces(), trace_table(self.pruner.trace)], ignore_index=True)
+        written = self.directory.traces(columns=["step", "group", "variance"])
+        traces = pd.concat([written, trace_table(self.pruner.trace)[list(written)]], ignore_index=True)
         windows = dict(list(traces.groupby("step")))
         events = list(zip(self._events_after, self.directory.events(), strict=True))
         for number, record in enumerate([*self.directory.records(), None]):

@@ -31,6 +31,11 @@ NOT_RUNS = re.compile(r"^\.|^wandb$|\.old-\d+$")  # folders no run is looked for
 # Columns that name a setting. The other config columns must agree, too, before runs are averaged or drawn
 # together: all but the seed, the axes of the figures, and fields that say where or how fast a run is made.
 BASE = ["config.dataset.name", "config.model.name", "config.pruning.name", "config.pruning.compensation"]
+RANGES = {  # what is outside was not measured; surgery that removes little may add biases
+    **dict.fromkeys(ACCURACIES, (0, 100)),
+    "neuron_sparsity": (0, 1),
+    **dict.fromkeys(["parameter_sparsity", "flops_reduction"], (-1, 1)),
+}
 REQUESTED = ["config.pruning.sparsity", "config.pruning.threshold"]
 NOT_SETTINGS = re.compile(
     r"config\.(seed|name|device|compile|threads|runs|trunks|force|progress|checkpoint_(steps|minutes)|tracking\..*|dataset\.(root|download)"
@@ -58,7 +63,17 @@ def table_of(runs: Iterable[RunDirectory], root: str | Path) -> pd.DataFrame:
     complete = [run for run in runs if run.is_complete]
     if not complete:
         raise ResultsError(f"no finished run under {root}. Make runs there with: python run.py runs={root}")
-    return _table(_row(run.path.relative_to(root).as_posix(), run.summary, run.config) for run in complete)
+    rows, damaged = [], []
+    for run in complete:
+        try:
+            rows.append(_sound(run, run.path.relative_to(root).as_posix()))
+        except ResultsError as error:
+            damaged.append(str(error))
+    if not rows:
+        raise ResultsError(damaged[0])
+    if damaged:
+        warnings.warn(f"{len(damaged)} damaged run(s) left out: {'; '.join(damaged[:20])}", stacklevel=2)
+    return _table(rows)
 
 
 def from_wandb(project: str) -> pd.DataFrame:
@@ -96,6 +111,11 @@ def published(path: Path) -> pd.DataFrame:
         raise ResultsError(f"{path} is no table: {error}") from error
     frame = frame.assign(**{name: pd.NA for name in YOUNGER if name not in frame})
     require_columns(frame, ["run", *SUMMARY, *BASE[:3]], f"rows of {path}")
+    for name in [*(name for name, dtype in SUMMARY.items() if dtype != "string"), *REQUESTED]:
+        values = pd.to_numeric(frame.get(name, pd.Series(dtype="float64")), errors="coerce")
+        low, high = RANGES.get(name, (-math.inf, math.inf))
+        if (values.isna() & frame.get(name, values).notna()).any() or not values.dropna().between(low, high).all():
+            raise ResultsError(f"{path} is damaged: a {name} is no number, or none it can be")
     return frame.astype({name: dtype for name, dtype in SUMMARY.items() if dtype == "string"})
 
 
@@ -122,6 +142,32 @@ def _runs(root: Path) -> Iterator[RunDirectory]:
 
 def _row(name: str, summary: dict, config: dict) -> dict[str, Any]:
     return {"run": name, **{key: summary.get(key) for key in SUMMARY}, **dict(_flat(config, "config"))}
+
+
+def _sound(run: RunDirectory, name: str) -> dict[str, Any]:
+    """A run's row, if nothing in it shows that a file was damaged; else a ResultsError that names the file."""
+    summary = run.summary
+    row = _row(name, summary, run.config)
+    wrong = [key for key in SUMMARY if row[key] is not None and not _fits(row[key], SUMMARY[key], RANGES.get(key))]
+    wrong += [key for key in SUMMARY if key not in summary and key not in YOUNGER]
+    if wrong:
+        raise ResultsError(
+            f"{run.summary_path} is damaged: {wrong[0]} is {row.get(wrong[0])!r}. Run it again: force=true"
+        )
+    wrong = [key for key in BASE[:3] if not isinstance(row.get(key), str)]
+    wrong += [key for key in REQUESTED if not isinstance(row.get(key), int | float | None)]
+    wrong += ["config.seed"] if row.get("config.seed") != row["seed"] else []
+    if wrong:
+        raise ResultsError(
+            f"{run.config_path} is damaged: {wrong[0]} is {row.get(wrong[0])!r}. Run it again: force=true"
+        )
+    return row
+
+
+def _fits(value: Any, dtype: str, limits: tuple[float, float] | None) -> bool:
+    kinds = {"string": str, "Int64": int, "float64": int | float}
+    right = isinstance(value, kinds[dtype]) and not isinstance(value, bool)
+    return right and (limits is None or limits[0] <= value <= limits[1])
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

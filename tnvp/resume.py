@@ -23,6 +23,9 @@ class Stopped(KeyboardInterrupt):
         self.number, self.status = number, 128 + number
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
+    def __reduce__(self):  # a launcher's worker hands it back to the process that started it
+        return Stopped, (self.number,)
+
 
 class Interrupts:
     """Whether a signal came, and whether it waits for a step to end."""

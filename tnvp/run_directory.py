@@ -32,12 +32,18 @@ SUMMARY = {  # summary.json keys -> dtype in the table, in column order
     "seed": "Int64",
     **dict.fromkeys(["study", "config_hash", "trunk_hash", "commit", "hardware"], "string"),
 }
+NUMBERS = ["epoch", "learning_rate", "train/loss", "train/accuracy", "validation/loss", "validation/accuracy"]
+GROUP = {"name": str, "removed": list, "kept": list, "width_before": int, "width_after": int}  # of a prune event
 TRACE_COLUMNS = ["step", "group", "neuron", "mean", "variance", "count"]
 PART = "part-{:06d}.parquet"  # of the trace, numbered from 1
 
 
 class ResultsError(ValueError):
     """A run directory or tree that can't be written or read; the message names the file and the way out."""
+
+
+class RunningElsewhere(ResultsError):
+    """Another process has this run at work."""
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -80,6 +86,9 @@ class RunDirectory:
         self.model_path = self.path / "model.pt"
         self.figures_path = self.path / "figures"
         self.summary_path = self.path / "summary.json"
+        self.lock_path = self.path.with_name(
+            f".{self.path.name}.lock"
+        )  # beside: the folder may be set aside while it is held
 
     @classmethod
     def create(cls, path: str | Path, aside: bool = False) -> "RunDirectory":
@@ -126,7 +135,9 @@ class RunDirectory:
         """The next part of traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
         require_columns(traces, TRACE_COLUMNS, "traces")
         path = self.traces_path / PART.format(len(self._parts()) + 1)
-        write_atomically(path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False))
+        write_atomically(
+            path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False, write_page_checksum=True)
+        )
 
     def _parts(self) -> list[Path]:
         return sorted(self.traces_path.glob(PART.format(0).replace("000000", "*")))
@@ -166,7 +177,7 @@ class RunDirectory:
     def config(self) -> dict:
         """The resolved config, nested. Raises ResultsError if it is missing or unreadable."""
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one reads fifty configs in no time
-        return _read(self.config_path, lambda: yaml.load(self.config_path.read_bytes(), loader))
+        return _read(self.config_path, lambda: _plain(yaml.load(self.config_path.read_bytes(), loader), "config"))
 
     @property
     def environment(self) -> dict:
@@ -185,28 +196,47 @@ class RunDirectory:
     def metrics(self) -> pd.DataFrame:
         """The same as a table, NaN where a record lacks a key."""
         frame = pd.DataFrame(self.records())
+        for name in frame.columns.intersection(NUMBERS):
+            if not frame[name].map(lambda value: value is None or isinstance(value, int | float)).all():
+                raise ResultsError(f"{self.metrics_path} is damaged: a {name} is no number. Run it again: force=true")
         unknown = [name for name in frame if frame[name].isna().all()]  # all null: pandas would say "object"
         return frame.astype(dict.fromkeys(unknown, "float64"))
 
     def events(self) -> list[dict]:
         """The prune events in order; [] if there were none."""
-        return _records(self.events_path)
+        events = _records(self.events_path)
+        for event in events:
+            groups = event.get("groups")
+            if not isinstance(groups, list) or not all(map(_is_group, groups)):
+                raise ResultsError(
+                    f"{self.events_path} is damaged: the event at step {event['step']} does not say what each group lost "
+                    "and kept. Run it again: force=true"
+                )
+        return events
 
     def traces(self, columns: Sequence[str] | None = None, groups: Sequence[str] | None = None) -> pd.DataFrame:
         """The trace, one row per neuron and recording window; empty if the run has none.
 
         columns, groups: those to read, all if None; no other value is held in memory.
         """
-        from pyarrow import parquet  # only here: the other readers do without it
+        from pyarrow import concat_tables, parquet  # only here: the other readers do without it
 
         parts = self._parts() or [self.traces_path] * self.traces_path.is_file()
+        asked = TRACE_COLUMNS if columns is None else list(columns)
         if not parts:
-            return pd.DataFrame(columns=TRACE_COLUMNS if columns is None else list(columns))
+            return pd.DataFrame(columns=asked)
         chosen = None if groups is None else [("group", "in", list(groups))]
-        return _read(
-            self.traces_path,
-            lambda: parquet.read_table(parts, columns=columns and list(columns), filters=chosen).to_pandas(),
-        )
+
+        def parse() -> pd.DataFrame:
+            found = [
+                parquet.read_table(part, columns=asked, filters=chosen, page_checksum_verification=True)
+                for part in parts
+            ]
+            return concat_tables(found).to_pandas()
+
+        read = _read(self.traces_path, parse)
+        require_columns(read, asked, f"rows of {self.traces_path}")
+        return read
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -265,6 +295,10 @@ def _records(path: Path) -> list[dict]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError(f"an object was expected, not {record!r}")
+            if not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+            if records and record["step"] < records[-1]["step"]:
+                raise ValueError(f"its step {record['step']} comes after {records[-1]['step']}")
             records.append(record)
         except ValueError as error:  # not JSON, or cut in the middle of a character
             if number != numbered[-1][0]:
@@ -273,12 +307,16 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(group.get(key), kind) for key, kind in GROUP.items())
+
+
 def _read(path: Path, parse: Callable[[], Any]) -> Any:
     try:
         value = parse()
     except FileNotFoundError as error:
         raise ResultsError(f"{path} is missing: this is no run, or an unfinished one") from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except Exception as error:  # parsers raise many unrelated types, depending on the damage
         raise ResultsError(f"{path} can't be read: {error}. Set the run aside and run it again.") from error
     if not isinstance(value, dict | pd.DataFrame):
         raise ResultsError(f"{path} holds {value!r}, not named values. Set the run aside and run it again.")

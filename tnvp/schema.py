@@ -29,9 +29,12 @@ def one_of(choices: Iterable[str]) -> Any:
     return field(metadata={"choices": tuple(choices)})
 
 
-def text(pattern: str, form: str) -> Any:
-    """A field whose value, or whose every element, matches all of ``pattern``; ``form`` says so in words."""
-    return field(metadata={"pattern": pattern, "form": form})
+def text(pattern: str, form: str, longest: int = 255) -> Any:
+    """A field whose value, or whose every element, matches all of ``pattern``; ``form`` says so in words.
+
+    ``longest``: bytes between two slashes.
+    """
+    return field(metadata={"pattern": pattern, "form": form, "longest": longest})
 
 
 class Checked:
@@ -43,8 +46,15 @@ class Checked:
 
 
 OPTIMIZER_STATES = ("carried", "reset", "fresh")
-LABEL = (r"(?!\.\.?$)[^/\\]+", "a name that a file could have: not empty, no slashes")
-PATH = (r".+", "a path, not empty")
+LARGEST = 4294967295  # no whole number here needs more, and torch's own limits are near
+LARGEST_FLOAT = 1e18  # the product of two is still a float32
+LONGEST_PATH = 1024  # Linux allows 4096 bytes, and what is made below it has long names too
+LABEL = (  # the folder of a run is <name>-<hash>, at most 255 bytes; results.NOT_RUNS are looked over
+    r"(?!wandb$|.*\.old-\d+$)\w[^/\\]*",
+    "a name that a file could have: a letter or digit first, no slashes, not wandb, not ending in .old-1",
+    200,
+)
+PATH = (r".+", "a path, not empty", 255)
 
 
 @dataclass
@@ -63,7 +73,7 @@ class Dataset(Checked):
     """What each pixel is then divided by, one value per channel; null: that of the training images."""
     flip: bool
     """Mirror half of the training images at random."""
-    crop_padding: int = number("[0, inf)")
+    crop_padding: int = number("[0, 1024]")
     """Pixels of padding for random crops of the training images; 0: no crops."""
 
     def conflicts(self) -> Iterator[str]:
@@ -384,7 +394,7 @@ class Config(Checked):
     """Type that autocast computes in; parameters stay float32."""
     compile: bool
     """Run the network through torch.compile, anew after each prune event."""
-    threads: int = number("[0, inf)")
+    threads: int = number("[0, 1024]")
     """CPU threads of torch; 0: its own choice. The order of sums depends on it, so results may too."""
     runs: str = text(*PATH)
     """Folder that run directories are made in."""
@@ -421,6 +431,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<gr
     "model": {
         "mlp": MLP,
         "lenet_300_100": LeNet300100,
+        "lenet_5": Model,
         "tutorial_cnn": Model,
         "vgg11_bn": VGG11,
         "resnet20": ResNet20,

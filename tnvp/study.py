@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
+from matplotlib.figure import Figure
 
-from tnvp import figures, results, tracking
+from tnvp import figures, results, stability, tracking
 from tnvp.run_directory import ResultsError, RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -52,7 +53,11 @@ class Sweep(NamedTuple):
 
 
 class Study(NamedTuple):
-    """A question, the figures that answer it (file name → name in `figures.OF_TABLES`), the sweeps that are run for it."""
+    """A question, the figures that answer it, the sweeps that are run for it.
+
+    figures: file name → one of `figures.KINDS`; one of `BY_SETTING` is followed by the config's columns that name a setting, such
+    as "accuracy_by_setting pruning.window".
+    """
 
     folder: Path
     question: str
@@ -93,8 +98,8 @@ def read(name: str, experiments: Path = EXPERIMENTS) -> Study:
         _check_keys(sweep, SWEEP_KEYS, f"{path}, sweeps[{index}]")
         if bad := [key for key, values in sweep["axes"].items() if not isinstance(values, list) or not values]:
             raise StudyError(f"{path}, sweeps[{index}]: the axis {bad[0]} needs a list of values")
-    if unknown := [figure for figure in content["figures"].values() if figure not in figures.OF_TABLES]:
-        raise StudyError(f"{path}: figure {unknown[0]!r} is none of {', '.join(figures.OF_TABLES)}")
+    for figure in content["figures"].values():
+        _check_figure(figure, path)
     sweeps = [Sweep(**sweep) for sweep in content["sweeps"]]
     return Study(path.parent, content["question"], content["figures"], sweeps)
 
@@ -108,6 +113,15 @@ def _check_keys(values: Any, keys: dict[str, type], where: str) -> None:
             raise StudyError(f"{where}: {key} must be a {kind.__name__}, not {values[key]!r}")
 
 
+def _check_figure(figure: str, path: Path) -> None:
+    kind, *columns = str(figure).split() or [""]
+    if kind not in figures.KINDS:
+        raise StudyError(f"{path}: figure {figure!r} is none of {', '.join(figures.KINDS)}")
+    if bool(columns) != (kind in figures.BY_SETTING):
+        needs = f"{kind} takes no columns" if columns else f"{kind} needs the columns that name a setting"
+        raise StudyError(f"{path}: figure {figure!r}: {needs}; such as accuracy_by_setting pruning.window")
+
+
 def study_names(experiments: Path = EXPERIMENTS) -> list[str]:
     """The studies that are declared."""
     return sorted(path.parent.name for path in experiments.glob("*/study.yaml"))
@@ -118,14 +132,18 @@ def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
     from tnvp.config import compose  # these take seconds, and figures do without
     from tnvp.experiment import run_path
 
-    more = [f"study={study.name}", *(word for word in extra if not word.startswith(("hydra.", "hydra/")))]
+    more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
     points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
     paths = dict.fromkeys(run_path(config) for config in compose(REPOSITORY / "conf", points))
     return [RunDirectory(path) for path in paths]
 
 
 def run(study: Study, extra: list[str]) -> int:
-    """Run what is missing, sweep by sweep; returns the exit status. A sweep that is complete is not started."""
+    """Run what is missing, sweep by sweep; returns the exit status, as run.py's. A sweep that is complete is not started.
+
+    A sweep with failed points leaves the next ones running; only an interrupt or a kill ends the study.
+    """
+    statuses = [0]
     for sweep in study.sweeps:
         runs = runs_of(study._replace(sweeps=[sweep]), extra)
         done = sum(run.is_complete for run in runs)
@@ -139,9 +157,10 @@ def run(study: Study, extra: list[str]) -> int:
                 f"study={study.name}",
                 *extra,
             ]
-            if status := subprocess.run(command).returncode:
-                return status
-    return 0
+            statuses.append(subprocess.run(command).returncode)
+            if statuses[-1] not in (0, 1, 2):
+                return statuses[-1]
+    return 1 if 1 in statuses else max(statuses)
 
 
 def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
@@ -201,11 +220,23 @@ def draw(study: Study) -> list[Path]:
         table = results.with_latency(table, latency)
     written = []
     for name, kind in study.figures.items():
-        drawn = figures.of_table(table, kind, f"make study STUDY={study.name} and make publish STUDY={study.name}")
+        drawn = _drawn(study, table, *kind.split())
         for setting, figure in drawn.items():
             stem = name if len(drawn) == 1 else figures.slug(f"{name}-{setting}")
             written += figures.save(figure, study.folder / stem)
     return written
+
+
+def _drawn(study: Study, table: pd.DataFrame, kind: str, *columns: str) -> dict[str, Figure]:
+    """Title → figure."""
+    command = f"make study STUDY={study.name} and make publish STUDY={study.name}"
+    if kind in figures.OF_STABILITY:
+        path = study.folder / "stability.csv"
+        command = f"make study STUDY={study.name} and python -m tnvp.stability (README.md)"
+        return {study.name: figures.OF_STABILITY[kind](stability.read(path), study.name, command)}
+    if kind in figures.BY_SETTING:
+        return {study.name: figures.BY_SETTING[kind](table, list(columns), study.name, command)}
+    return figures.of_table(table, kind, command)
 
 
 def main(arguments: list[str] | None = None) -> int:

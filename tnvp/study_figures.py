@@ -14,15 +14,19 @@ from tnvp.controls import dense_accuracy, pruned_and_scratch
 from tnvp.figure_style import (
     CRITERIA,
     DASHES,
+    LEAST_SEEDS,
     SCRATCH,
     STYLE,
     UNKNOWN,
+    band,
     cost_ticks,
     label_ends,
     new_figure,
+    none_where,
     order,
     outline,
     plural,
+    provenance,
 )
 from tnvp.run_directory import ACCURACIES, ResultsError
 
@@ -35,7 +39,6 @@ COSTS = {  # column of the table: label of its axis
     "latency_256": "Latency (ms), batch of 256",
 }
 WHOLE = {"parameters": "parameter_sparsity", "flops": "flops_reduction"}  # cost: column of the share removed
-LEAST_SEEDS = 3  # with two, the t-interval is 13 times their half-difference wide: it would say nothing and hide all
 End = tuple[float, float, str, str]  # x, y, name, colour of a line's end
 
 
@@ -143,8 +146,8 @@ def paired_differences(table: pd.DataFrame, title: str | None = None, command: s
     caption = " ".join(
         [
             f"Markers: mean of the differences between runs of the same seed, n = {results.span(min(counts), max(counts))}.",
-            f"Bars: its 95 % t-interval, not corrected for their number{_none_where(counts)}. Faint dots: single seeds. Requested: share of neurons, or the threshold.",
-            _provenance(pruned, command),
+            f"Bars: its 95 % t-interval, not corrected for their number{none_where(counts)}. Faint dots: single seeds. Requested: share of neurons, or the threshold.",
+            provenance(pruned, command),
         ]
     )
     asked = sorted(results.requested(pruned).dropna().unique())
@@ -234,18 +237,12 @@ def _line(
     scale = 100 if across == SPARSITY else 1
     line = means.dropna(subset=[across, column]).sort_values(across)
     x, y, half, n = (line[name].to_numpy(float) for name in (across, column, f"{column}_half", f"{column}_n"))
-    low, high = _band(y, half, n)
+    low, high = band(y, half, n)
     dots = runs[across].astype(float)  # of a column with gaps, too
     axes.scatter(scale * dots, runs[column], s=7, color=colour, alpha=0.35, linewidths=0)
     axes.fill_between(scale * x, low, high, color=colour, alpha=0.12, linewidth=0)
     axes.plot(scale * x, y, label=label, color=colour, marker=marker, linestyle=dash, path_effects=list(effects))
     return [(scale * x[-1], y[-1], label, colour)] if len(x) else []
-
-
-def _band(mean: np.ndarray, half: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Edges of an interval of accuracies: within 0 to 100 %, NaN for too few seeds."""
-    half = np.where(np.asarray(n) < LEAST_SEEDS, np.nan, half)
-    return np.clip(mean - half, 0, 100), np.clip(mean + half, 0, 100)
 
 
 def _controls(
@@ -258,7 +255,7 @@ def _controls(
         )
     if dense.n:
         axes.axhline(dense.mean, color="0.35", linewidth=1, zorder=1.5, gid="unpruned")
-        low, high = _band(dense.mean, dense.half, dense.n)
+        low, high = band(dense.mean, dense.half, dense.n)
         if np.isfinite(low):
             axes.axhspan(low, high, color="0.35", alpha=0.15, linewidth=0)
         ends = [*ends, (axes.get_xlim()[1], dense.mean, "unpruned", "0.35")]
@@ -289,31 +286,20 @@ def _caption(runs: pd.DataFrame, means: pd.DataFrame, dense: str, scratch: pd.Da
     missing = runs[ACCURACIES].isna().any(axis=1).sum()
     parts = [
         f"Lines: mean over seeds, n = {results.span(counts.min(), counts.max())} a point.",
-        f"Bands: 95 % t-interval of the mean{_none_where(counts.ravel())}.",
+        f"Bands: 95 % t-interval of the mean{none_where(counts.ravel())}.",
         "Faint dots: single runs.",
         dense,
         _scratch_caption(scratch) if len(scratch) else "",
         f"{plural(missing, 'run lacks a number and is', 'runs lack a number and are')} left out there."
         if missing
         else "",
-        _provenance(runs, command),
+        provenance(runs, command),
     ]
     return " ".join(part for part in parts if part)
 
 
-def _none_where(counts) -> str:
-    return f", none where n < {LEAST_SEEDS}" if min(counts) < LEAST_SEEDS else ""
-
-
 def _of_dense(dense: results.Interval, what: str) -> str:
     return f"Unpruned: {what}, n = {dense.n}."
-
-
-def _provenance(runs: pd.DataFrame, command: str) -> str:
-    commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
-    hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
-    data = runs["config.dataset.name"].iloc[0]
-    return f"{plural(len(runs), 'run')}, {data} test data, commit {commits}, {hardware}. Reproduce: {command}"
 
 
 def _scratch_caption(scratch: pd.DataFrame) -> str:

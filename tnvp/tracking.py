@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tnvp.wandb_file import packed_records
+
 MODES = ("disabled", "offline", "online")  # the more private first
 INIT_SECONDS = 30.0  # how long an online run waits for the server at its start (W&B's own default: 90)
 FINISH_SECONDS = 60.0  # and for the last upload at its end (W&B's own default: for ever)
@@ -96,14 +98,14 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 class WandbTracker(Tracker):
     """Copies records to one W&B run, which it owns.
 
-    run: what `wandb.init` returned. warned: whether the run's one warning was given already. Of a run that goes on, the server
-    has some rows already: that many are counted and not sent.
+    run: what `wandb.init` returned. warned: whether the run's one warning was given already. rows_there: how many rows of a run
+    that goes on W&B has already; that many are counted and not sent.
     """
 
-    def __init__(self, run: Any, *, warned: bool = False) -> None:
+    def __init__(self, run: Any, *, warned: bool = False, rows_there: int = 0) -> None:
         self._run = run
         self._warned = warned
-        self._rows, self._rows_there = 0, run.step
+        self._rows, self._rows_there = 0, run.step if run.resumed else rows_there
         self._finished = False
         self._step = 0
         self._defined: set[str] = set()
@@ -186,14 +188,14 @@ class WandbTracker(Tracker):
             self._send({"removed_neurons": table, "step": self._step})
 
     def _send(self, values: dict[str, Any]) -> None:
-        """Log one row. W&B's own step counts rows; ours is a value in it, so no row is too late for W&B."""
+        """Log one row, if W&B lacks it. W&B's own step counts rows; ours is a value in it, so no row is too late for W&B."""
         for key in values.keys() - self._defined - {"step"}:
             pruned = key.startswith("pruned/") and key != PRUNED_AXIS
             self._run.define_metric(key, step_metric=PRUNED_AXIS if pruned else "step")
             self._defined.add(key)
         self._rows += 1
         if self._rows > self._rows_there:
-            self._run.log(values)
+            self._run.log(values, step=self._rows - 1, commit=True)
 
     def _complain(self, doing: str, error: Exception) -> None:
         _logger.log(
@@ -229,8 +231,8 @@ def start(
     without credentials, or without a server that answers within INIT_SECONDS, is recorded offline.
 
     resumed: the `Tracker.state` of this run's copy so far, to go on with it under its id. Every row is to be told again, in
-    the old order: a server gets those that it lacks; offline there is a second folder, which holds the whole run, since
-    `wandb sync` puts what it uploads in the place of what the server has of the id.
+    the old order, and W&B gets those that it lacks: the server, or else the files of the parts so far, say which it has.
+    Offline there is a second folder then; `wandb sync` of all of them, the oldest first, makes one run.
 
     ValueError for another mode.
     """
@@ -240,10 +242,11 @@ def start(
     options = dict(dir=str(Path(directory).absolute()), project=project, entity=entity, group=group)
     options |= dict(job_type=job_type, name=name, tags=list(tags) or None, config=config)
     options["id"] = (resumed or {}).get("id") or secrets.token_hex(4)
+    there = _rows_in_files(Path(directory), options["id"]) if resumed else 0
     errors = []
     for attempt in ("online", "offline") if mode == "online" else ("offline",):
         try:
-            tracker = WandbTracker(_init(attempt, options), warned=bool(errors))
+            tracker = WandbTracker(_init(attempt, options), warned=bool(errors), rows_there=there)
         except Exception as error:  # a missing package or key, a dead server, a full disk: never fatal
             errors.append(_brief(error))
             continue
@@ -314,6 +317,19 @@ def _init(mode: str, options: dict[str, Any]) -> Any:
     # "create_new": a run that anyone else in this process left open is neither joined nor ended.
     resume = "allow" if mode == "online" else None  # offline W&B can't
     return wandb.init(mode=mode, resume=resume, reinit="create_new", settings=settings, **options)
+
+
+def _rows_in_files(directory: Path, identity: str) -> int:
+    """How many rows of the run W&B's files in the run directory hold; what they have is on the server, or gets there by sync."""
+    try:
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        files = (directory / "wandb").glob(f"*-{identity}/run-{identity}.wandb")
+        records = (Record.FromString(packed) for file in files for packed in packed_records(file))
+        return sum(record.WhichOneof("record_type") == "history" for record in records)
+    except Exception as error:  # a format that is not known: rows may be there twice
+        _logger.warning("W&B's files in %s can't be read (%s): rows may be sent again", directory, _brief(error))
+        return 0
 
 
 def _event_key(key: str) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -37,6 +38,23 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.floa
 
 class TrainingError(ValueError):
     """Training can't go on: the loss is no number, or the device is out of memory."""
+
+
+MEMORY = re.compile(r"out of memory|allocate memory|size calculation overflowed|ALLOC_FAILED", re.IGNORECASE)
+
+
+@contextmanager
+def memory_told(batch_size: int) -> Iterator[None]:
+    """What torch and Python raise where memory runs out, on whatever device, becomes a TrainingError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        line = str(error).partition("\n")[0]
+        if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or MEMORY.search(line)):
+            raise
+        raise TrainingError(
+            f"out of memory with batch_size={batch_size}: lower it, or choose a smaller network or data set ({line})"
+        ) from error
 
 
 class WarmUp:
@@ -314,8 +332,6 @@ def train(
             fit.epochs_done, fit.batches_done = epoch + 1, 0
             for callback in callbacks:
                 callback.on_epoch(fit)
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(f"the device is out of memory with batch_size={len(y)}: lower it ({error})") from error
     finally:
         for callback in reversed(callbacks):
             callback.on_end(fit)

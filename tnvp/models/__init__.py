@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from .convolutional import resnet20, tutorial_cnn, vgg11_bn
+from .convolutional import lenet_5, resnet20, tutorial_cnn, vgg11_bn
 from .errors import ModelError
 from .perceptron import ACTIVATIONS, lenet_300_100, mlp
 from .torchvision_models import torchvision_model, torchvision_names
@@ -21,6 +21,7 @@ __all__ = ["ACTIVATIONS", "LIBRARIES", "MODELS", "ModelError", "build", "check_n
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "lenet_300_100": lenet_300_100,
+    "lenet_5": lenet_5,
     "tutorial_cnn": tutorial_cnn,
     "vgg11_bn": vgg11_bn,
     "resnet20": resnet20,

@@ -1,4 +1,4 @@
-"""Convolutional networks: the tutorial's, VGG-11 and ResNet-20 in their CIFAR forms."""
+"""Convolutional networks: the tutorial's, LeNet-5 in Caffe's form, VGG-11 and ResNet-20 in their CIFAR forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TutorialCNN(nn.Module):
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool = nn.MaxPool2d(2, 2)
         self.act = nn.ReLU()
-        features = 16 * _after_two_convolutions(height) * _after_two_convolutions(width)
+        features = 16 * _features_left("tutorial_cnn", height, width)
         self.fc1 = nn.Linear(features, 250)
         self.fc2 = nn.Linear(250, 200)
         self.fc3 = nn.Linear(200, classes)
@@ -36,11 +36,32 @@ class TutorialCNN(nn.Module):
         return self.fc3(self.act(self.fc2(x)))
 
 
-def _after_two_convolutions(side: int) -> int:
-    left = ((side - 4) // 2 - 4) // 2
-    if left < 1:
-        raise ModelError(f"tutorial_cnn needs images of at least 16×16 pixels, got a side of {side}: use model=mlp")
-    return left
+class LeNet5(nn.Module):
+    """Two unpadded 5×5 convolutions of 20 and 50 channels, each max pooled, then fc1 and fc2 of 500, classes; one ReLU, after fc1."""
+
+    def __init__(self, shape: Sequence[int], classes: int):
+        super().__init__()
+        channels, height, width = shape
+        self.conv1 = nn.Conv2d(channels, 20, 5)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.act = nn.ReLU()
+        self.fc1 = nn.Linear(50 * _features_left("lenet_5", height, width), 500)
+        self.fc2 = nn.Linear(500, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [B, C, H, W] → class scores [B, classes]."""
+        x = self.pool(self.conv2(self.pool(self.conv1(x))))
+        return self.fc2(self.act(self.fc1(x.flatten(1))))
+
+
+def _features_left(name: str, height: int, width: int) -> int:
+    """Pixels of a channel after two unpadded 5×5 convolutions, each pooled by 2."""
+    left = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    if min(left) < 1:
+        side = min(height, width)
+        raise ModelError(f"{name} needs images of at least 16×16 pixels, got a side of {side}: use model=mlp")
+    return left[0] * left[1]
 
 
 class VGG(nn.Module):
@@ -117,6 +138,14 @@ class ResNet(nn.Module):
 def tutorial_cnn(shape: Sequence[int], classes: int) -> TutorialCNN:
     """The public demo's network (PyTorch's CIFAR-10 tutorial with wider linear layers)."""
     return TutorialCNN(shape, classes)
+
+
+def lenet_5(shape: Sequence[int], classes: int) -> LeNet5:
+    """LeNet-5 as Caffe's MNIST example has it, and with it most papers on pruning: 20-50-800-500 on MNIST, 800 being 50 · 4 · 4.
+
+    LeCun et al. 1998 have other widths, trained subsampling and tanh.
+    """
+    return LeNet5(shape, classes)
 
 
 def vgg11_bn(shape: Sequence[int], classes: int, width: float = 1.0) -> VGG:

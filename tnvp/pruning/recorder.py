@@ -49,10 +49,12 @@ class _Hook:
 
     def __init__(self, recorder: Recorder, signal: Signal):
         self.recorder, self.signal = recorder, signal
+        # No decorator: it would load torch's compiler, seconds long, with the module.
+        self.observe = torch.compiler.disable(recorder.observe)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor | None = None) -> None:
         x = output if self.signal[1] == "out" else tensor_of(layer_input(args, kwargs))
-        self.recorder.observe(self.signal, x, channel_dim(module, x))
+        self.observe(self.signal, x, channel_dim(module, x))
 
     def __deepcopy__(self, memo) -> object:
         return dead_hook
@@ -187,7 +189,6 @@ class Recorder:
         finally:
             self._paused = before
 
-    @torch.compiler.disable
     def observe(self, signal: Signal, x: Tensor, channel: int) -> None:
         if self._paused or (x.numel() == 0 and not several(self.ranks)):  # an empty part belongs to others' batch
             return

@@ -1,0 +1,295 @@
+"""Sweeps: every point is told at the end, whichever process ran it and however that ended; two sweeps share their runs."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import run
+from tests.test_experiment import compose
+from tnvp import experiment, sweep
+from tnvp.locks import locked
+from tnvp.run_directory import RunDirectory
+
+REPOSITORY = Path(run.__file__).parent
+TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=0", "model.widths=[8]", "pruning.criterion=random"]
+QUIET = ["tracking=none", "progress=false"]
+
+
+def made(path: Path) -> Path:
+    RunDirectory.create(path).write_summary({})
+    return path
+
+
+def facts(number: int, path: Path, state: str, why: str = "", status: int = 0) -> dict:
+    return {"number": number, "overrides": [f"seed={number}"], "path": str(path), "state": state, "why": why} | (
+        {} if state == "begun" else {"status": status}
+    )
+
+
+def test_every_point_is_told_once_with_what_became_of_it(tmp_path):
+    names = ("done", "before", "other", "failed", "killed", "held", "never")
+    paths = {name: tmp_path / name for name in names}
+    points = [sweep.Point([f"seed={n}", "epochs=1"], path) for n, path in enumerate(paths.values())]
+    for name in ("done", "before", "other"):
+        made(paths[name])
+    notes = [
+        facts(0, paths["done"], "done"),
+        facts(1, paths["before"], "was done"),
+        facts(2, paths["other"], "elsewhere", "is being run", 2),
+        facts(3, paths["failed"], "failed", "no\nreason", 2),
+        facts(4, paths["killed"], "begun"),
+        facts(5, paths["held"], "elsewhere", "is being run", 2),
+    ]
+    with locked(RunDirectory(paths["held"]).lock_path):
+        rows = sweep.rows(points, notes, before={paths["before"]})
+    assert [row.state for row in rows] == [
+        "done", "done before", "done by another process", "failed", "not finished", "running elsewhere", "not finished",
+    ]  # fmt: skip
+    assert [row.why for row in rows[3:5]] == ["no\nreason", "broken off: its process ended"]
+    assert sweep.status(rows) == 1 and sweep.status(rows[:4]) == 2 and sweep.status(rows[:3]) == 0
+    told = sweep.describe(rows).splitlines()
+    assert len(told) == 8 and told[4].split() == ["failed", "seed=3", "(no)"], "only what varies, one line a point"
+
+
+def test_a_search_tells_what_it_drew_and_what_was_refused(tmp_path):
+    notes = [
+        facts(0, made(tmp_path / "a"), "done"),
+        facts(1, tmp_path / "b", "failed", "a bug", 1),
+        facts(2, Path(""), "failed", "lr=-1 must be a number in (0, inf)", 2) | {"path": ""},
+    ]
+    rows = sweep.rows([], notes, set())
+    assert [(row.state, row.overrides) for row in rows] == [
+        (s, [f"seed={i}"]) for i, s in enumerate(["done", "failed", "failed"])
+    ]
+
+
+def test_sweeps_of_one_moment_have_folders_of_their_own(tmp_path):
+    folders, start = [], threading.Barrier(8)
+
+    def make():
+        start.wait()
+        folders.append(sweep.own_folder(tmp_path / "now"))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 8 and all(folder.is_dir() for folder in folders)
+
+
+def test_a_run_is_elsewhere_while_its_process_lives(tmp_path):
+    path = tmp_path / "run"
+    ready, process = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(target=hold, args=(path, process))
+    assert not sweep.running_elsewhere(path)
+    child.start()
+    ready.recv()
+    assert sweep.running_elsewhere(path)
+    child.kill()
+    child.join()
+    assert not sweep.running_elsewhere(path), "a dead process holds nothing"
+
+
+def hold(path: Path, ready) -> None:
+    with locked(RunDirectory(path).lock_path):
+        ready.send(True)
+        time.sleep(60)
+
+
+def sweep_here(words: list[str], start=None) -> None:
+    """A process's body: run.py with these words."""
+    sys.argv = ["run.py", "-m", *words]
+    if start:
+        start.wait()
+    os._exit(run.main())
+
+
+def test_two_sweeps_into_one_folder_make_every_run_once(tmp_path, capfd):
+    """Both end well and know all runs; the runs' own records say that each was made once."""
+    context = multiprocessing.get_context("fork")
+    words, start = [*TINY, *QUIET, f"runs={tmp_path}", "trunks=null", "seed=0,1,2,3"], context.Barrier(2)
+    both = [context.Process(target=sweep_here, args=(words, start)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    runs = [path for path in (tmp_path / "digits").iterdir() if not path.name.startswith(".")]
+    assert len(runs) == 4 and all(RunDirectory(path).is_complete for path in runs), "none was set aside or made twice"
+    folders = list((tmp_path / ".sweeps").iterdir())
+    made = [{f["path"] for f in sweep.notes(folder) if f["state"] == "done"} for folder in folders]
+    assert len(folders) == 2 and not made[0] & made[1] and made[0] | made[1] == set(map(str, runs))
+    told = capfd.readouterr().err
+    assert told.count("4 runs: ") == 2 and told.count("done by another process") >= 4
+
+
+def test_a_point_that_another_process_has_is_waited_for_at_the_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.01)
+    words = [*TINY, *QUIET, f"runs={tmp_path}", "trunks=null"]
+    other, path = tmp_path / "other", experiment.run_path(compose(*words, "seed=0"))
+    experiment.run(
+        compose(*words[:-2], f"runs={other}", "trunks=null", "seed=0")
+    )  # what the other process will have made
+    waiting = sweep.wait
+
+    def wait(points):
+        assert len(list((tmp_path / "digits").glob("*/summary.json"))) == 1, "the other point was not kept waiting"
+        (other / path.relative_to(tmp_path)).rename(path)
+        lock.__exit__(None, None, None)
+        waiting(points)
+
+    monkeypatch.setattr(sweep, "wait", wait)
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *words, "seed=0,1"])
+    lock = locked(RunDirectory(path).lock_path)
+    lock.__enter__()
+    assert run.main() == 0
+    said = capsys.readouterr().err.splitlines()[-3:]
+    assert [line.split("  ")[1] for line in said[1:]] == ["done by another process", "done"]
+
+
+def test_a_search_looks_at_validation_and_flops(tmp_path):
+    made = compose(
+        "experiment=digits", "epochs=2", "pruning.finetune_epochs=2", "optimizer.lr=0.1", *QUIET, f"runs={tmp_path}"
+    )
+    summary, path = experiment.run(made), experiment.run_path(made)
+    (event,) = RunDirectory(path).events()
+    metrics = RunDirectory(path).metrics()
+    best = metrics[metrics["step"] > event["step"]]["validation/accuracy"].max()
+    assert sweep.objectives(path, 1) == best and sweep.objectives(path, 2) == (best, summary["flops"])
+    bare = compose("experiment=digits", "epochs=2", "pruning.finetune_epochs=0", *QUIET, f"runs={tmp_path}")
+    experiment.run(bare)
+    (event,) = RunDirectory(experiment.run_path(bare)).events()
+    assert sweep.objectives(experiment.run_path(bare), 1) == event["accuracy_after"]
+
+
+def test_of_a_search_every_value_and_end_is_checked_alone():
+    def flags(*overrides):
+        return type("Flags", (), {"overrides": overrides, "multirun": True, "experimental_rerun": None})
+
+    with run.hydra.initialize_config_dir(str(run.CONF), version_base=run.VERSION):
+        drawn = run.points(flags("seed=1,2,3", "optimizer.lr=interval(0.1,0.5)", "epochs=1"), (), searches=True)
+        assert drawn[0] == ["seed=1", "optimizer.lr=0.1", "epochs=1"] and len(drawn) == 4
+        assert {word for point in drawn for word in point} == {
+            "seed=1", "seed=2", "seed=3", "optimizer.lr=0.1", "optimizer.lr=0.5", "epochs=1",
+        }  # fmt: skip
+        with pytest.raises(run.ConfigError, match="an interval needs a sweeper that searches"):
+            run.points(flags("optimizer.lr=interval(0.1,0.5)"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracking", ["none", "wandb"])
+def test_memory_stays_as_runs_follow_each_other(tracking, tmp_path, monkeypatch):
+    """Of a run there may stay what Hydra keeps of its configuration and W&B of its names: measured, 0.2 and 0.4 MB."""
+    sizes, real = [], experiment.run
+
+    def spy(config):
+        summary = real(config)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+        return summary
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("the size of a process is read from /proc")
+    monkeypatch.setattr(experiment, "run", spy)
+    words = [*TINY, f"tracking={tracking}", "progress=false", f"runs={tmp_path}", "seed=range(0,30)"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *words])
+    assert run.main() == 0 and len(sizes) == 30
+    assert sizes[-1] - sizes[9] < 20 * 2e6, "2 MB a run"
+
+
+# Launchers, each with a point that fails.
+
+LAUNCHERS = {  # what the command line says → the package it needs
+    "basic": ([], "hydra"),
+    "joblib": (["hydra.launcher.n_jobs=2"], "hydra_plugins.hydra_joblib_launcher"),
+    "submitit_local": (["hydra.launcher.cpus_per_task=1"], "hydra_plugins.hydra_submitit_launcher"),
+    "ray": (["+hydra.launcher.ray.init.num_cpus=2"], "hydra_plugins.hydra_ray_launcher"),
+}
+
+
+def found(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def launched(tmp_path: Path, launcher: str, *words: str) -> subprocess.Popen:
+    """run.py in a process group of its own, as a terminal would start it."""
+    options, package = LAUNCHERS[launcher]
+    if not found(package):
+        pytest.skip(f"{package} is not installed: pip install -e '.[{launcher.partition('_')[0]}]'")
+    command = [
+        sys.executable,
+        REPOSITORY / "run.py",
+        "-m",
+        *TINY,
+        *QUIET,
+        f"runs={tmp_path}",
+        f"hydra/launcher={launcher}",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [*command, *options, *words],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def begun(tmp_path: Path, process: subprocess.Popen) -> dict:
+    """The first note of a job that began and has not ended."""
+    while process.poll() is None:
+        for path in tmp_path.rglob(sweep.NOTE):
+            if (found := json.loads(path.read_text()))["state"] == "begun":
+                return found
+        time.sleep(0.05)
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_failed_point_leaves_the_others_running_on_any_launcher(launcher, tmp_path):
+    process = launched(tmp_path, launcher, "seed=0,1", "optimizer.lr=0.1,1e12")
+    _, said = process.communicate()
+    table = said[said.index("4 runs: 2 done, 2 failed") :].splitlines()
+    assert process.returncode == 2
+    assert [line.split()[0] for line in table[1:5]] == ["done", "failed"] * 2
+    assert "NaN or Inf" in table[2]
+    again = launched(tmp_path, launcher, "seed=0,1", "optimizer.lr=0.1")
+    _, said = again.communicate()
+    assert again.returncode == 0 and "2 runs: 2 done before" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_a_killed_worker_is_told_and_the_same_command_goes_on(launcher, tmp_path):
+    words = ["seed=0,1", "epochs=400", "+hydra.launcher.ray.remote.max_retries=0"][: 3 if launcher == "ray" else 2]
+    process = launched(tmp_path, launcher, *words)
+    os.kill(begun(tmp_path, process)["pid"], signal.SIGKILL)
+    _, said = process.communicate()
+    assert process.returncode == 1 and "not finished" in said and "Traceback" not in said
+    again = launched(tmp_path, launcher, *words)
+    again.communicate()
+    assert again.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+def test_an_interrupted_sweep_says_what_is_done_and_what_not(launcher, tmp_path):
+    process = launched(tmp_path, launcher, "seed=0,1", "epochs=100000")
+    begun(tmp_path, process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130 and "2 runs: 2 not finished" in said

@@ -1,0 +1,91 @@
+"""One process at a time does a run, and it goes on where the last one was killed, if there is something to go on from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tnvp.locks import LockedError, locked
+from tnvp.pruning import PruningError
+from tnvp.resume import Stopped
+from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere
+from tnvp.run_state import Checkpoints
+from tnvp.training import TrainingError
+
+DECIDES = ("commit", "dirty", "versions", "hardware")  # of the environment, what results may depend on
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Inside, the run directory is this process's alone. Raises RunningElsewhere where it is another's."""
+    try:
+        with locked(RunDirectory(path).lock_path):
+            yield
+    except LockedError:
+        raise RunningElsewhere(
+            f"{path} is being run by another process: when that is done, repeat the command"
+        ) from None
+
+
+def complete_run(path: Path) -> RunDirectory | None:
+    """The run at ``path``, if it is complete."""
+    run = RunDirectory(path)
+    if not run.is_complete:
+        return None
+    Checkpoints(run.checkpoint_path).remove()  # a kill may have come between the summary and this
+    return run
+
+
+def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunDirectory, dict | None]:
+    """The directory, and the state to go on from: None for a new run, which sets aside what was there."""
+    run = RunDirectory(path)
+    checkpoints = Checkpoints(run.checkpoint_path)
+    if not anew and checkpoints.paths():
+        state = checkpoints.newest(lambda state: run.reaches(state["position"]))
+        if state is not None:
+            if (began := run.environment["processes"]) != (now := environment["processes"]):
+                raise ResultsError(f"{path} was begun with processes={began}, not {now}: as many, or force=true")
+            run.cut_back(state["position"])
+            fit = state["fit"]
+            print(f"{path}: goes on from step {fit['step']} ({fit['phase']}, epoch {fit['epoch']:.2f})", flush=True)
+            _warn_of_changes(run, environment)
+            return run, state
+        warnings.warn(f"{path} has no whole checkpoint: it is set aside, and the run starts over", stacklevel=2)
+    run = RunDirectory.create(path, aside=True)
+    run.write_config(config)
+    run.write_environment(environment)
+    return run, None
+
+
+def _warn_of_changes(run: RunDirectory, now: dict) -> None:
+    then = run.environment
+    if changed := [name for name in DECIDES if now[name] != then[name]]:
+        changes = ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in changed)
+        warnings.warn(
+            f"{run.path} goes on in another environment than it began in, so that its results may differ from those of an "
+            f"uninterrupted run ({changes}): force=true starts over",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def telling_what_was_kept(run: RunDirectory) -> Iterator[None]:
+    """What ends the run inside says where it goes on."""
+    checkpoints = Checkpoints(run.checkpoint_path)
+    try:
+        yield
+    except Stopped as stop:
+        last = checkpoints.last_step
+        how = "starts it again" if last is None else f"goes on from step {last}"
+        stop.args = (f"{run.path}: {stop}; the same command {how}",)
+        raise
+    except (TrainingError, PruningError) as error:
+        lines = [str(error)]
+        if (last := checkpoints.last_step) is not None:
+            lines.append(
+                f"The last good state, of step {last}, is in {checkpoints.folder}; the same command goes on from there, to the "
+                "same end."
+            )
+        raise type(error)("\n".join([*lines, "A changed configuration is another run."])) from error

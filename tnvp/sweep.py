@@ -1,0 +1,159 @@
+"""What became of each point of a sweep: the note that every job leaves in the sweep's folder, and the table at the end.
+
+A launcher runs jobs in processes of its own, some are killed, and another sweep may have the same runs at work. So nothing
+is handed back in memory: a job notes what it began and how that ended, and run directories say which runs are complete.
+All processes must see the same folders: on one machine, or through a shared file system.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tnvp.locks import LockedError, locked
+from tnvp.run_directory import RunDirectory, write_atomically
+
+NOTE = "outcome.json"
+POLL_SECONDS = 0.5
+
+
+class Point(NamedTuple):
+    """One run of a sweep: what the command line says of it, and its directory."""
+
+    overrides: list[str]
+    path: Path
+
+
+class Row(NamedTuple):
+    """How a point stands at the end. ``status`` is its part in the exit status: 0 done, 1 a bug or missing, 2 bad input."""
+
+    state: str
+    overrides: list[str]
+    why: str
+    status: int
+
+
+def own_folder(wanted: str | Path) -> Path:
+    """Make a folder that no other sweep has: as wanted, or with -2, -3, … where the name is taken."""
+    path, n = Path(wanted).absolute(), 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            n += 1
+            path = path.with_name(f"{Path(wanted).name}-{n}")
+
+
+def running_elsewhere(path: Path) -> bool:
+    """True while a process has the run at ``path`` at work."""
+    lock = RunDirectory(path).lock_path
+    if not lock.exists():
+        return False
+    try:
+        with locked(lock):
+            return False
+    except LockedError:
+        return True
+
+
+def note(folder: str | Path, **facts: object) -> None:
+    """Write a job's note into the job's folder: number, overrides, path, state ("begun", "done", "failed", …), why, status."""
+    text = json.dumps(facts, indent=2) + "\n"
+    write_atomically(Path(folder) / NOTE, lambda file: file.write(text.encode()))
+
+
+def notes(folder: Path) -> list[dict]:
+    """What the jobs of the sweep noted so far, in their order."""
+    found = [json.loads(path.read_text()) for path in folder.rglob(NOTE)]
+    return sorted(found, key=lambda facts: facts["number"])
+
+
+def complete(points: Iterable[Point]) -> set[Path]:
+    """The runs that are complete now."""
+    return {point.path for point in points if RunDirectory(point.path).is_complete}
+
+
+def wait(points: Iterable[Point]) -> None:
+    """Wait for the runs that other processes have at work, and say so."""
+    points, said = list(points), None
+    while busy := [point.path.name for point in points if running_elsewhere(point.path)]:
+        if busy != said:
+            print(
+                f"waiting for {len(busy)} that other processes run (Ctrl-C leaves them to it):", *busy, file=sys.stderr
+            )
+            said = busy
+        time.sleep(POLL_SECONDS)
+
+
+def rows(points: Sequence[Point], found: Sequence[dict], before: set[Path]) -> list[Row]:
+    """How every point stands: of those that were planned and those that a search drew.
+
+    Args:
+        points: what was planned; of a search, nothing is known before.
+        found: the notes of the jobs.
+        before: the runs that were complete when the sweep began.
+    """
+    made = {Path(facts["path"]) for facts in found if facts["state"] == "done"}
+    noted = {Path(facts["path"]): facts for facts in found if facts["path"]}
+    table = [row(point, noted.get(point.path, {}), made, before) for point in points]
+    planned = {point.path for point in points}
+    for facts in found:
+        if not facts["path"]:  # its configuration was refused
+            table.append(Row("failed", facts["overrides"], facts["why"], facts["status"]))
+        elif Path(facts["path"]) not in planned:
+            table.append(row(Point(facts["overrides"], Path(facts["path"])), facts, made, before))
+    return table
+
+
+def row(point: Point, facts: dict, made: set[Path], before: set[Path]) -> Row:
+    """How one point stands; ``facts`` is its note, empty if it has none."""
+    if RunDirectory(point.path).is_complete and facts.get("state") != "failed":
+        by_another = "" if point.path in made else "before" if point.path in before else "by another process"
+        return Row(f"done {by_another}".strip(), point.overrides, "", 0)
+    if facts.get("state") == "failed":
+        return Row("failed", point.overrides, facts["why"], facts["status"])
+    if running_elsewhere(point.path):
+        return Row("running elsewhere", point.overrides, "another process has it at work", 1)
+    why = "not started" if not facts else "broken off: its process ended" if facts["state"] == "begun" else facts["why"]
+    return Row("not finished", point.overrides, why, 1)
+
+
+def describe(table: Sequence[Row]) -> str:
+    """A line that counts the states, and one for each point with what varies between them."""
+    states = list(dict.fromkeys(row.state for row in table))
+    counts = ", ".join(f"{sum(row.state == state for row in table)} {state}" for state in states)
+    everywhere = set.intersection(*(set(row.overrides) for row in table)) if len(table) > 1 else set()
+    width = max(map(len, states))
+    lines = [f"{len(table)} runs: {counts}"]
+    for row in table:
+        own = " ".join(override for override in row.overrides if override not in everywhere)
+        why = row.why.strip().splitlines()
+        lines.append(f"  {row.state:{width}}  {own}" + (f"  ({why[0]})" if why else ""))
+    return "\n".join(lines)
+
+
+def status(table: Sequence[Row]) -> int:
+    """The exit status: 1 if a bug or a run that is missing is among them, else 2 if bad input is, else 0."""
+    found = {row.status for row in table}
+    return 1 if 1 in found else max(found, default=0)
+
+
+def objectives(path: Path, count: int) -> float | tuple[float, int]:
+    """What a search looks at: the validation accuracy of the network that the run ends with; its FLOPs as the second.
+
+    Not the test accuracy: the best of many runs by that would no longer be a fair measurement.
+    """
+    directory = RunDirectory(path)
+    events, metrics = directory.events(), directory.metrics()
+    since = events[-1]["step"] if events else 0
+    after = metrics[metrics["step"] > since]["validation/accuracy"].dropna()
+    if len(after):  # each phase ends at its best epoch since the last event
+        accuracy = float(after.max())
+    else:
+        accuracy = events[-1].get("accuracy_recalibrated", events[-1]["accuracy_after"])
+    return accuracy if count == 1 else (accuracy, directory.summary["flops"])
