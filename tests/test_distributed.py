@@ -24,7 +24,7 @@ from tnvp.events import Recording
 from tnvp.run_directory import RunDirectory
 from tnvp.training import Alone, Fit, TrainingError
 
-SMALL = ["epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "tracking=none", "progress=false", "device=cpu"]
+SMALL = ["epochs=1", "model.widths=[16,8]", "optimizer.lr=0.1", "tracking=none", "progress=false", "device=cpu"]
 KINDS = {  # of 1,294 images: batches of 97 leave an odd number for the last of an epoch, of 76 leave two, for one process
     "one_shot": ["pruning.finetune_epochs=1", "batch_size=97", "trunks=null"],
     "gradual": [
@@ -87,7 +87,8 @@ def free_ports(count: int) -> list[int]:
 def pair(tmp_path_factory) -> tuple[Path, list[int | None]]:
     """The folder of two processes' runs, and how each process ended."""
     folder = tmp_path_factory.mktemp("pair")
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["run", "tnvp.experiment"])  # imported once for both
     ports = free_ports(4)
     processes = [context.Process(target=work, args=(rank, str(folder), ports)) for rank in range(2)]
     for process in processes:

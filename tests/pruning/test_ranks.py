@@ -153,7 +153,7 @@ def work(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory) -> list[dict]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+    torch.multiprocessing.start_processes(work, (str(folder),), nprocs=RANKS, start_method="forkserver")
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
