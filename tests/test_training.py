@@ -1,5 +1,8 @@
 """The loop, its schedules and callbacks."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -188,3 +191,59 @@ def test_device_of():
     if not torch.cuda.is_available():
         with pytest.raises(TrainingError, match="device=auto"):
             device_of("cuda")
+
+
+class Snapshots(Callback):
+    """After each step and epoch, what it takes to go on from there, as it comes back from a file."""
+
+    def __init__(self, validation):
+        self.validation, self.taken = validation, []
+
+    def on_step(self, fit):
+        file = io.BytesIO()
+        torch.save((fit.state(), self.validation.state(), tuple(fit.totals())), file)
+        file.seek(0)
+        self.taken.append(torch.load(file, weights_only=True))
+
+    on_epoch = on_step
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), zip(OPTIMIZERS, SCHEDULES, strict=True))
+def test_training_goes_on_bit_for_bit_from_any_step(optimizer, schedule, monkeypatch):
+    """With a loss scale that grows, a warm-up longer than an epoch, and an early epoch that was the best."""
+    real = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=8.0, growth_interval=4))
+    accuracies = {6: 2, 12: 3, 18: 1}  # by step
+
+    def run(resumed=None, held=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+        made = OPTIMIZERS[optimizer](model.parameters(), lr=0.05)
+        validation = Validation(lambda: {"accuracy": accuracies[snapshots.fit.step], "loss": 0.0})
+        snapshots = Snapshots(validation)
+        snapshots.on_start = lambda fit: setattr(snapshots, "fit", fit)
+        if held is not None:
+            validation.go_on_from(held)
+        steps = make_schedule(schedule, made, 0.05, 18, warmup_steps=9)
+        options = dict(epochs=3, steps_per_epoch=6, precision="float16", resumed=resumed)
+        train(model, made, steps, batches, callbacks=[validation, snapshots], **options)
+        last = copy.deepcopy((model.state_dict(), snapshots.fit.scaler.state_dict()))
+        validation.restore(model, made)
+        return snapshots.taken, [last, model.state_dict(), made.state_dict(), validation.latest]
+
+    taken, whole = run()
+    assert taken[-1][0]["scaler"]["scale"] > 8 and not equal(whole[0][0], whole[1])
+    for number, (state, held, _) in list(enumerate(taken))[::2]:
+        rest, end = run(state, held)
+        assert equal(rest, taken[number + 1 :]) and equal(end, whole)
+
+
+def equal(one, other) -> bool:
+    """Whether two nests of plain data and tensors agree, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
