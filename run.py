@@ -51,6 +51,7 @@ def main() -> int:
     """Do what the command line asks for; returns the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and `explain` tells them
     flags = get_args_parser().parse_intermixed_args()
+    flags.multirun |= "hydra.mode=MULTIRUN" in flags.overrides
     try:
         if flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
             job()
@@ -79,7 +80,7 @@ def run_once(flags: Namespace) -> int:
     STATUSES.clear()
     sys.argv[1:] = arguments_for_hydra(flags)
     job()
-    return max(STATUSES)
+    return max(STATUSES, default=1)
 
 
 def run_sweep(plan: Plan, flags: Namespace) -> int:

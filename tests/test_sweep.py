@@ -275,7 +275,7 @@ def test_a_failed_point_leaves_the_others_running_on_any_launcher(launcher, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_a_killed_worker_is_told_and_the_same_command_goes_on(launcher, tmp_path):
-    words = ["seed=0,1", "epochs=400", "+hydra.launcher.ray.remote.max_retries=0"][: 3 if launcher == "ray" else 2]
+    words = ["seed=0,1", "epochs=60", "+hydra.launcher.ray.remote.max_retries=0"][: 3 if launcher == "ray" else 2]
     process = launched(tmp_path, launcher, *words)
     os.kill(begun(tmp_path, process)["pid"], signal.SIGKILL)
     _, said = process.communicate()

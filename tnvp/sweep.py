@@ -128,7 +128,7 @@ def describe(table: Sequence[Row]) -> str:
     states = list(dict.fromkeys(row.state for row in table))
     counts = ", ".join(f"{sum(row.state == state for row in table)} {state}" for state in states)
     everywhere = set.intersection(*(set(row.overrides) for row in table)) if len(table) > 1 else set()
-    width = max(map(len, states))
+    width = max(map(len, states), default=0)
     lines = [f"{len(table)} runs: {counts}"]
     for row in table:
         own = " ".join(override for override in row.overrides if override not in everywhere)
