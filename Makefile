@@ -13,10 +13,10 @@ DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all study publish figures notebooks clean
+.PHONY: help install demo test test-all study publish figures notebooks audit bench-tables clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed ## make the environment in .venv, if it is missing or pyproject.toml changed
 
@@ -54,6 +54,15 @@ figures: install ## redraw the published figures; RESULTS=runs: those of your ow
 
 notebooks: install ## run the notebooks anew and keep what they show (a minute; on digits)
 	TNVP_DATA_ROOT= $(PY) notebooks/execute.py
+
+audit: install ## look the installed packages up among known vulnerabilities (needs the network)
+	@folder=$$(mktemp -d) && trap "rm -rf $$folder" EXIT && $(PYTHON) -m venv $$folder && \
+	if $$folder/bin/pip install --quiet --disable-pip-version-check --retries 1 pip-audit 2>/dev/null; \
+	then $$folder/bin/pip-audit --path "$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')"; \
+	else echo "pip-audit can't be installed: make audit needs the network" >&2; exit 1; fi
+
+bench-tables: install ## measure how long a table of 5,000 runs takes to read
+	$(PY) -m tests.bench_tables
 
 clean: ## remove caches; runs, figures and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -5,10 +5,13 @@ Tests of the real MNIST and CIFAR-10 (JPEG) read the folder TNVP_DATA_ROOT and a
 
 import gzip
 import hashlib
+import io
 import os
 import pickle
+import struct
 import tarfile
 import time
+import zlib
 from pathlib import Path
 from urllib.error import URLError
 
@@ -670,3 +673,69 @@ def test_batches_on_cuda_equal_those_on_the_cpu():
     for (x, y), (p, q) in zip(one, two, strict=True):
         assert p.is_cuda and torch.equal(y, q.cpu())
         torch.testing.assert_close(x, p.cpu())
+
+
+def png(width: int, height: int) -> bytes:
+    """The head of a PNG file that claims a size; a reader that believes it takes width · height bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(1000 * (width + 1)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [10_000, 20_000])  # Pillow only warns of the smaller one
+def test_a_decompression_bomb_is_named_with_the_limit_before_it_is_unpacked(side, tmp_path):
+    path = make_images(tmp_path) / "train" / "cat" / "bomb.png"
+    path.write_bytes(png(side, side))
+    with pytest.raises(
+        DataError, match=rf"{path} can't be decoded.*{side * side} pixels.* exceeds limit of \d+ pixels"
+    ):
+        load_folder(tmp_path)
+
+
+def damaged_images() -> dict[str, bytes]:
+    stream = io.BytesIO()
+    Image.linear_gradient("L").save(stream, "png")
+    whole = stream.getvalue()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 4
+    return {"empty": b"", "text": b"no image", "cut short": whole[: len(whole) // 2], "flipped bit": bytes(flipped)}
+
+
+@pytest.mark.parametrize(("damage", "content"), damaged_images().items(), ids=damaged_images())
+def test_a_file_that_is_no_image_is_named(damage, content, tmp_path):
+    path = make_images(tmp_path) / "test" / "dog" / "bad.png"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path} can't be decoded.*Replace or delete it"):
+        load_folder(tmp_path)
+
+
+def test_pixels_stay_where_the_file_has_them_whatever_exif_says(tmp_path):
+    folder = make_images(tmp_path)
+    image = Image.new("RGB", (9, 9))
+    image.paste((255, 255, 255), (0, 0, 9, 3))
+    image.getexif()[0x0112] = 6  # turn it by 90 degrees to see it upright
+    image.save(folder / "test" / "cat" / "0.png", exif=image.getexif())
+    (rows,) = [
+        x for x in load_folder(tmp_path).test.images if x.amax() == 255 and x.amin() == 0 and (x[2] == x[0]).all()
+    ]
+    assert (rows[:, :3] == 255).all() and (rows[:, 3:] == 0).all()
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_a_malicious_cache_runs_nothing(tmp_path, capfd):
+    make_images(tmp_path)
+    before = load_folder(tmp_path)
+    (cache,) = (tmp_path / "cache").rglob("*.pt")
+    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        write({"fingerprint": Malicious(), "pixels": Malicious()}, cache)
+        assert torch.equal(load_folder(tmp_path).train.images, before.train.images)
+    printed = "".join(capfd.readouterr())
+    assert "code ran" not in printed and printed.count("is damaged") == 2

@@ -137,10 +137,10 @@ def test_random_command_lines_are_run_or_refused_with_a_message():
 
 
 @pytest.mark.slow
-def test_a_thousand_random_command_lines_are_run_or_refused_with_a_message():
-    seen = fuzz(1000)
+def test_500_random_command_lines_are_run_or_refused_with_a_message():
+    seen = fuzz(500)
     print(dict(seen))
-    assert seen["refused"] > 300 and seen["run"] > 20
+    assert seen["refused"] > 150 and seen["run"] > 10
 
 
 @pytest.mark.parametrize(

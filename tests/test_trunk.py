@@ -1,6 +1,7 @@
 """A trunk is trained once for all runs that share it, and makes no difference to their results."""
 
 import multiprocessing
+import pickle
 import time
 
 import pandas as pd
@@ -151,3 +152,17 @@ def test_pruning_while_training_keeps_no_trunk(tmp_path):
     more = ["tracking=none", "progress=false", "epochs=1", f"runs={tmp_path}"]
     experiment.run(compose("pruning=threshold", "pruning.every=10", *more))
     assert not (tmp_path / ".trunks").exists()
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_a_malicious_trunk_runs_nothing(tmp_path, capsys):
+    path = tmp_path / "trunk.pt"
+    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        write({"format": trunk.FORMAT, "model": Malicious()}, path)
+        with pytest.warns(UserWarning, match="is damaged"):
+            assert trunk.read(path) is None
+    assert "code ran" not in capsys.readouterr().out

@@ -40,20 +40,20 @@ class PruneEvent:
     """One way to prune, done whenever called, and what is measured around it.
 
     ``dense`` and ``pruned`` are copies of the network just before the first event and just after the last, for the test
-    set. ``accuracy(model)`` is in percent, on validation data; ``limits`` are keywords of `Pruner.prune`; ``fresh`` batches, if
+    set. ``measure(model)`` gives "loss" and "accuracy" (percent) on validation data; ``limits`` are keywords of `Pruner.prune`; ``fresh`` batches, if
     any, recalibrate the batch norms; each record goes to ``journal``.
     """
 
     def __init__(
         self,
         pruner: Pruner,
-        accuracy: Callable[[nn.Module], float],
+        measure: Callable[[nn.Module], dict[str, float]],
         calibration: list[Tensor],
         fresh: list[Tensor],
         limits: dict,
         journal: Callable[[dict], None],
     ):
-        self.pruner, self.accuracy, self.calibration = pruner, accuracy, calibration
+        self.pruner, self.measure, self.calibration = pruner, measure, calibration
         self.fresh, self.limits, self.journal = fresh, limits, journal
         self.dense: nn.Module | None = None
         self.pruned: nn.Module | None = None
@@ -65,16 +65,17 @@ class PruneEvent:
         report = self.pruner.prune(**budget, **self.limits, calibration=self.calibration)
         bare = copy.deepcopy(before)
         execute(bare, plan(bare, report.cuts, {}), report.cuts)
-        accuracies = {
-            "accuracy_before": self.accuracy(before),
-            "accuracy_uncompensated": self.accuracy(bare),
-            "accuracy_after": self.accuracy(model),
-        }
+        measured = [
+            ("before", self.measure(before)),
+            ("uncompensated", self.measure(bare)),
+            ("after", self.measure(model)),
+        ]
         if self.fresh:
             self.pruner.recalibrate(self.fresh)
-            accuracies["accuracy_recalibrated"] = self.accuracy(model)
+            measured.append(("recalibrated", self.measure(model)))
+        numbers = {f"{key}_{when}": values[key] for key in ("accuracy", "loss") for when, values in measured}
         self.pruned = copy.deepcopy(model)
-        self.journal({"step": step, "epoch": step / steps_per_epoch, **event_record(report, self.pruner), **accuracies})
+        self.journal({"step": step, "epoch": step / steps_per_epoch, **event_record(report, self.pruner), **numbers})
 
     def state(self) -> dict:
         """The values of the networks before and after the events; None before the first."""

@@ -327,7 +327,7 @@ class Study:
         pruning, images = self.config.pruning, self.images
         return PruneEvent(
             self.pruner,
-            accuracy=lambda model: self.measure(images.validation, model)["accuracy"],
+            measure=lambda model: self.measure(images.validation, model),
             calibration=self.training_images(pruning.calibration_batches),
             fresh=self.training_images(pruning.bn_recalibrate) if running_norms(self.model) else [],
             limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},

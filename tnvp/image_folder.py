@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,8 @@ class Images(NamedTuple):
 
 def read_image_folder(folder: Path, image_size: int) -> Images:
     """Reads every image of folder/train and folder/test as RGB, resized to a square (aspect isn't kept).
+
+    Pixels stay where the file has them: a camera's note on how it was held (EXIF) is not followed.
 
     The pixels come from the cache if they were made from files of the same paths, sizes and modification
     times, for the same image_size; otherwise, or if the cache is damaged, every image is decoded.
@@ -122,7 +125,9 @@ def _decode(images: list[ImageFile], image_size: int, what: str) -> Tensor:
     pixels = np.empty((len(images), image_size, image_size, 3), dtype=np.uint8)
     start, silent = time.monotonic(), True
     for i, image in enumerate(images):
-        pixels[i] = _decode_one(image.path, image_size)
+        with warnings.catch_warnings():  # Pillow decodes what is up to twice its limit, and only warns
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            pixels[i] = _decode_one(image.path, image_size)
         if silent and (passed := time.monotonic() - start) > SECONDS_BEFORE_NOTICE:
             silent = False
             left = passed / (i + 1) * (len(images) - i - 1)

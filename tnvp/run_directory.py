@@ -6,6 +6,7 @@ run that has it is complete.
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import math
@@ -14,7 +15,7 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,12 +47,23 @@ class RunningElsewhere(ResultsError):
     """Another process has this run at work."""
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError that a write gives, such as of a full disk, says the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Let `write` fill a file beside `path`, then rename it: readers see the old or the new one, not half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as file:
+        with named(path), open(aside, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -272,10 +284,11 @@ def _line(record: dict, where: str) -> bytes:
 def _append(path: Path, record: dict) -> None:
     """One line, one write: a kill tears at most this line. A line torn by an earlier kill goes first."""
     line = _line(record, path.name)
-    with open(path, "a+b", buffering=0) as file:
+    with named(path), open(path, "a+b", buffering=0) as file:
         file.seek(max(0, file.tell() - 1))
         if file.read(1) in (b"", b"\n"):
-            file.write(line)
+            if file.write(line) < len(line):  # the system says so only in the next write
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return
     _rewrite(path, [*_records(path), record])
 
