@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import run
 import tnvp
-from tnvp import experiment
+from tnvp import experiment, sweep
 from tnvp.schema import SCHEMAS, Composition, Config
 
 TINY = ["experiment=digits", "model.widths=[4]", "epochs=1", "pruning.finetune_epochs=0", "tracking=none", "progress=false", "trunks=null"]  # fmt: skip
@@ -63,7 +63,7 @@ def is_cheap(config) -> bool:
 
 def attempt(*arguments: str) -> SimpleNamespace:
     """run.py with these arguments in an empty folder: its status, what it printed, the run directories it left, and whether it ran."""
-    ran, real, missing = [], experiment.run, run.missing
+    ran, real, status_of = [], experiment.run, sweep.status
 
     def one(config):
         ran.append(is_cheap(config))
@@ -72,7 +72,7 @@ def attempt(*arguments: str) -> SimpleNamespace:
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         patch.setattr(tnvp.experiment, "run", one)
-        patch.setattr(run, "missing", lambda: missing() if all(ran) else 0)
+        patch.setattr(sweep, "status", lambda rows: status_of(rows) if all(ran) else 0)
         patch.setattr(sys, "argv", ["run.py", *TINY, *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")
         patch.setenv("FAKE_SECRET", SECRET)
