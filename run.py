@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -281,4 +282,5 @@ def explain(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     sys.exit(main())
