@@ -91,7 +91,9 @@ def test_a_read_only_folder_is_told(tmp_path):
         assert_told(*start(f"runs={place}"), "Read-only file system", str(place))
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "events.jsonl", "part-000001.parquet", "summary.json"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "events.jsonl", "part-000001.parquet", "summary.json"]
+)
 def test_any_file_that_can_not_be_written_is_told(name, tmp_path, monkeypatch):
     """As on a full disk, where none can be mounted: the file's writes fail."""
     real = open

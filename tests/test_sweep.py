@@ -15,7 +15,7 @@ import pytest
 
 import run
 from tests.test_experiment import compose
-from tnvp import experiment, sweep
+from tnvp import command_line, experiment, sweep
 from tnvp.locks import locked
 from tnvp.run_directory import RunDirectory
 
@@ -177,13 +177,15 @@ def test_of_a_search_every_value_and_end_is_checked_alone():
         return type("Flags", (), {"overrides": overrides, "multirun": True, "experimental_rerun": None})
 
     with run.hydra.initialize_config_dir(str(run.CONF), version_base=run.VERSION):
-        drawn = run.points(flags("seed=1,2,3", "optimizer.lr=interval(0.1,0.5)", "epochs=1"), (), searches=True)
+        drawn = command_line.points(
+            flags("seed=1,2,3", "optimizer.lr=interval(0.1,0.5)", "epochs=1"), (), searches=True
+        )
         assert drawn[0] == ["seed=1", "optimizer.lr=0.1", "epochs=1"] and len(drawn) == 4
         assert {word for point in drawn for word in point} == {
             "seed=1", "seed=2", "seed=3", "optimizer.lr=0.1", "optimizer.lr=0.5", "epochs=1",
         }  # fmt: skip
         with pytest.raises(run.ConfigError, match="an interval needs a sweeper that searches"):
-            run.points(flags("optimizer.lr=interval(0.1,0.5)"))
+            command_line.points(flags("optimizer.lr=interval(0.1,0.5)"))
 
 
 @pytest.mark.slow
