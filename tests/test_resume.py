@@ -193,9 +193,9 @@ def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path):
     undisturbed = finished(small(tmp_path / "a", *more))
     seconds = time.monotonic() - began
     config, kills = small(tmp_path / "b", *more), 0
-    for _ in range(100):
+    for attempt in range(100):
         if kills < 5 and RunDirectory(experiment.run_path(config)).is_complete:
-            shutil.move(experiment.run_path(config), tmp_path / f"complete-{kills}")
+            shutil.move(experiment.run_path(config), tmp_path / f"complete-{attempt}")
         ended = forked(config, kill_after=moments.uniform(0.1, 1) * seconds if kills < 5 else None)
         kills += ended == -signal.SIGKILL
         if kills >= 5 and ended == 0:

@@ -208,7 +208,7 @@ class Snapshots(Callback):
     on_epoch = on_step
 
 
-@pytest.mark.parametrize(("optimizer", "schedule"), zip(OPTIMIZERS, SCHEDULES, strict=True))
+@pytest.mark.parametrize(("optimizer", "schedule"), list(zip(OPTIMIZERS, SCHEDULES, strict=True)))
 def test_training_goes_on_bit_for_bit_from_any_step(optimizer, schedule, monkeypatch):
     """With a loss scale that grows, a warm-up longer than an epoch, and an early epoch that was the best."""
     real = torch.amp.GradScaler
