@@ -3,6 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+WORKERS ?= 2
 STUDY ?=
 ARGS ?=
 RESULTS ?=
@@ -37,11 +38,11 @@ demo: install ## a small sweep on the embedded digits (2 seeds x 2 criteria x 4 
 	@echo "W&B view: $(VENV)/bin/wandb leet $$(ls -d $(DEMO)/*/wandb | head -1)/latest-run   (offline; q leaves it)"
 	@echo "Next:     README.md, section \"In your own training loop\""
 
-test: install ## the tests (a few minutes)
-	$(PY) -m pytest
+test: install ## the tests (a few minutes, in WORKERS=2 processes)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: install ## the slow tests too
-	$(PY) -m pytest -m 'slow or not slow'
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m 'slow or not slow'
 
 study: install ## run what is missing of the study STUDY=name (ARGS="…" goes to every run)
 	$(PY) -m tnvp.study run $(STUDY) $(ARGS)
