@@ -214,7 +214,10 @@ LAUNCHERS = {  # what the command line says → the package it needs
     "basic": ([], "hydra"),
     "joblib": (["hydra.launcher.n_jobs=2"], "hydra_plugins.hydra_joblib_launcher"),
     "submitit_local": (["hydra.launcher.cpus_per_task=1"], "hydra_plugins.hydra_submitit_launcher"),
-    "ray": (["+hydra.launcher.ray.init.num_cpus=2"], "hydra_plugins.hydra_ray_launcher"),
+    "ray": (
+        ["+hydra.launcher.ray.init.num_cpus=2", "+hydra.launcher.ray.init.include_dashboard=false"],
+        "hydra_plugins.hydra_ray_launcher",
+    ),
 }
 
 
