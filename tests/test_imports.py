@@ -51,7 +51,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "models": set(),
     "training": set(),
     "sweep": {"locks", "run_directory"},
-    "trunk": {"locks", "run_directory", "run_state"},
+    "trunk": {"locks", "run_directory", "run_state", "training"},
     "run_state": {"run_directory"},
     "resume": {"training"},
     "continuation": {"locks", "pruning", "resume", "run_directory", "run_state", "training"},

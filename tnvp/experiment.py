@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice, pairwise
 from pathlib import Path
@@ -79,7 +79,7 @@ def run_in(place: Alone, config: Config) -> dict:
     check_events_fit(config, len(sizes))
     if 1 in sizes and running_norms(model):
         check_batch_of_one(config, model, images)
-    if config.trunks and config.pruning.name == "one_shot":
+    if trunk_end(config, place, len(sizes)):
         Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
     place.seed(config.seed)
 
@@ -93,10 +93,7 @@ def run_in(place: Alone, config: Config) -> dict:
         complete = False
         try:
             with telling_what_was_kept(done), Interrupts().handled() as interrupts:
-                study = Study(config, images, pruner, directory, tracker, interrupts, place)
-                if saved is not None:
-                    study.go_on_from(saved)
-                summary = study.run()
+                summary = Study(config, images, pruner, directory, tracker, interrupts, place).run(saved)
             complete = True
         finally:
             tracker.finish(failed=not complete)
@@ -123,34 +120,24 @@ class Study:
         self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
         self.validation = Validation(lambda: self.measure(images.validation, self.model))
+        self.recording = Recording(pruner, config.pruning.trace_every)
         self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.epoch_began = self.shuffle.get_state()  # what the epoch at work draws its batches from
         self.interrupts, self.checkpoints = interrupts, Checkpoints(directory.checkpoint_path)
         self.resumed: dict | None = None  # the state that the next phase to be trained goes on from
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
+        self.trunk_end, self.trunk_lock = trunk_end(config, place, self.steps_per_epoch), ExitStack()
         self.step = 0
         self.warmup_steps = 0  # of the phases from here on
-        self.started = time.perf_counter()
         self.seconds_elsewhere = 0.0  # of another run on this one's trunk, and of this one before it was stopped
         self.event = None if config.pruning.name in CONTROLS else self.make_event()
 
-    def run(self) -> dict:
-        """The whole run; returns the summary, which is written last."""
-        pruning, lr = self.config.pruning, self.config.optimizer.lr
-        if pruning.name == "one_shot":
-            if not self.goes_on_in("finetune"):
-                self.train_trunk()
-                self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
-                self.renew_optimizer()
-            self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
-        elif pruning.name == "scratch":
-            if not self.goes_on_in("train"):
-                self.narrow()
-            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
-        else:
-            during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
-            self.train("train", pruning.epochs, lr, during)
+    def run(self, saved: dict | None = None) -> dict:
+        """The whole run, or what is left of it after the state ``saved``; returns the summary, which is written last."""
+        with self.trunk_lock:
+            self.start(saved)
+            self.train_and_prune()
         if self.pruner.mode == "mask":
             self.pruner.rebuild()  # the same network, at the size that the masks left
         self.journal.write_traces()
@@ -161,6 +148,23 @@ class Study:
         self.checkpoints.remove()
         return summary
 
+    def train_and_prune(self) -> None:
+        """The phases of this kind of pruning, from the one that is at work."""
+        pruning, lr = self.config.pruning, self.config.optimizer.lr
+        if pruning.name == "one_shot":
+            if not self.goes_on_in("finetune"):
+                self.train("dense", pruning.dense_epochs, lr)
+                self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+                self.renew_optimizer()
+            self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
+        elif pruning.name == "scratch":
+            if not self.goes_on_in("train"):
+                self.narrow()
+            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
+        else:
+            during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
+            self.train("train", pruning.epochs, lr, during)
+
     def seconds(self) -> float:
         return time.perf_counter() - self.started + self.seconds_elsewhere
 
@@ -168,28 +172,32 @@ class Study:
         """Whether this is a run that was stopped in ``phase``."""
         return self.resumed is not None and self.resumed["phase"] == phase
 
-    def train_trunk(self) -> None:
-        """The dense epochs: taken from a run that shares them, or trained and kept for these."""
-        config, goes_on = self.config, self.goes_on_in("dense")
-        # Code compiled around more hooks is other code; several processes round otherwise than one.
-        shared = config.trunks and not config.compile and self.place.count == 1
-        path = self.trunk_path(config.trunks) if shared else None
-        with trunk.locked(path) if path else nullcontext():
-            began = 0.0 if goes_on else self.seconds()
-            kept = trunk.read(path) if path and not goes_on else None
-            if kept is None:
-                if path and not goes_on:
-                    self.pruner.watch_everything()
-                    self.journal.records = []
-                self.train("dense", config.pruning.dense_epochs, config.optimizer.lr)
-                if path and self.pruner.watches_everything:
-                    trunk.write(path, self.trunk_state() | {"seconds": self.seconds() - began})
-        if kept is not None:
-            self.take_trunk(kept)
-            self.seconds_elsewhere = kept["seconds"] - (self.seconds() - began)
-        elif self.pruner.watches_everything:
-            self.pruner.watch_everything(False)
-            self.journal.records = None
+    def start(self, saved: dict | None) -> None:
+        """Be where this run was when it was kept, or at the end of its trunk; one that is not there yet is made on the way."""
+        makes = self.trunk_end > 0 and (saved is None or saved["shared"])
+        if makes:
+            self.trunk_path = self.path_of_trunk()
+            self.trunk_lock.enter_context(trunk.locked(self.trunk_path))
+        kept = trunk.read(self.trunk_path) if makes and saved is None else None
+        if saved is not None:
+            self.go_on_from(saved, wide=makes)
+            self.journal.go_on_from(saved["journal"])
+        elif kept is not None:
+            self.trunk_lock.close()
+            self.go_on_from(kept)
+            self.journal.replay(kept["journal"], kept["records"])
+        elif makes:
+            self.pruner.watch_everything()
+        self.started = time.perf_counter()  # waiting for another run's trunk does not count
+
+    def end_trunk(self, fit: Fit) -> None:
+        """Keep the trunk, if this run makes it; from here on record what this run asks for."""
+        if not self.pruner.watches_everything:
+            return
+        fit.require_finite()
+        trunk.write(self.trunk_path, self.state(fit) | {"records": self.directory.records()})
+        self.trunk_lock.close()
+        self.recording.narrow(fit)
 
     def renew_optimizer(self) -> None:
         """After the event: carry the optimizer's state on, empty it, or begin with another optimizer."""
@@ -208,50 +216,33 @@ class Study:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
-    def trunk_path(self, folder: str) -> Path:
+    def path_of_trunk(self) -> Path:
         images, found = self.images, self.directory.environment
         groups = [(g.name, g.producers, g.passengers, g.consumers, g.prunable) for g in self.pruner.groups]
         splits = [tensor for split in (images.train, images.validation) for tensor in (split.images, split.labels)]
         tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
-        return trunk.trunk_path(folder, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors)
+        return trunk.trunk_path(
+            self.config.trunks, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors
+        )
 
-    def shared_state(self) -> dict:
-        """What a trunk and a checkpoint both hold, as plain data and tensors."""
+    def state(self, fit: Fit) -> dict:
+        """All that the rest of the run depends on, after a step or an epoch, as plain data and tensors."""
         return {
+            "fit": fit.state(),
+            "shuffle": self.epoch_began if fit.batches_done else self.shuffle.get_state(),
             "random": self.place.of_each(random_state(self.device)),
             "pruner": self.pruner.state(),
+            "validation": self.validation.state(),
+            "event": self.event and self.event.state(),
             "journal": self.journal.state(),
             "seconds": self.seconds(),
         }
 
-    def trunk_state(self) -> dict:
-        """All that the rest of the run depends on, between two phases."""
-        return self.shared_state() | {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "shuffle": self.shuffle.get_state(),
-        }
-
-    def take_trunk(self, state: dict) -> None:
-        """Be where another run was when it gave `trunk_state`, with its records in this one's directory."""
-        self.step = state["step"]
-        self.pruner.restore(state["pruner"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.shuffle.set_state(state["shuffle"])
-        restore_random_state(state["random"], self.device)
-        self.journal.replay(state["journal"]["records"])
-
     def keep(self, fit: Fit) -> None:
-        """Write a checkpoint: all that the rest of the run depends on, after a step or an epoch."""
+        """Write a checkpoint."""
         if not self.pruner.watches_everything:  # whose trace the trunk is to have
             self.journal.write_traces(at_least=PART_ROWS)
-        state = self.shared_state() | {
-            "fit": fit.state(),
-            "shuffle": self.epoch_began if fit.batches_done else self.shuffle.get_state(),
-            "validation": self.validation.state(),
-            "event": self.event and self.event.state(),
+        state = self.state(fit) | {
             "shared": self.pruner.watches_everything,
             "tracker": self.tracker.state(),
             "position": self.directory.position(),
@@ -259,10 +250,10 @@ class Study:
         if self.place.leads:
             self.checkpoints.write(fit.step, state)
 
-    def go_on_from(self, state: dict) -> None:
-        """Be where this run was when it was kept; what `train` needs of that is taken there."""
+    def go_on_from(self, state: dict, wide: bool = False) -> None:
+        """Be where a run was when it gave `state`; what `train` needs of that is taken there. ``wide``: for a trunk."""
         original = copy.deepcopy(self.model)
-        if state["shared"]:
+        if wide:
             self.pruner.watch_everything()
         self.pruner.restore(state["pruner"])
         self.resumed = state["fit"]
@@ -271,7 +262,6 @@ class Study:
         if self.event:
             self.event.go_on_from(state["event"], original)
         self.validation.go_on_from(state["validation"])
-        self.journal.go_on_from(state["journal"])
         self.shuffle.set_state(state["shuffle"])
         self.seconds_elsewhere = state["seconds"]
         restore_random_state(self.place.own(state["random"]), self.device)
@@ -295,11 +285,12 @@ class Study:
             phase=phase,
             first_step=self.step,
             callbacks=[
-                Recording(self.pruner, config.pruning.trace_every),
+                self.recording,
                 *callbacks,
                 self.validation,
                 self.journal,
                 *bar,
+                trunk.LastStep(self.trunk_end, self.end_trunk),
                 Checkpointing(
                     self.keep, config.checkpoint_steps, config.checkpoint_minutes, self.interrupts, self.place.greatest
                 ),
@@ -384,6 +375,16 @@ class Study:
             figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
             (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
             self.tracker.image("trace_heatmap", png)
+
+
+def trunk_end(config: Config, place: Alone, steps_per_epoch: int) -> int:
+    """The last step before the first prune event, up to which runs share a trunk; 0: this one shares none."""
+    # Code compiled around more hooks is other code; several processes round otherwise than one.
+    if not config.trunks or config.compile or place.count > 1 or config.pruning.name in CONTROLS:
+        return 0
+    if config.pruning.name == "one_shot":
+        return config.pruning.dense_epochs * steps_per_epoch
+    return config.pruning.trunk()["first_event"] - 1
 
 
 def check_events_fit(config: Config, steps_per_epoch: int) -> None:
