@@ -28,7 +28,7 @@ def small(tmp_path, *overrides: str) -> Config:
 
 
 def branch(tmp_path, *overrides: str) -> tuple[dict, RunDirectory]:
-    config = small(tmp_path, *ONE_SHOT, *overrides)
+    config = small(tmp_path, *([] if overrides and overrides[0].startswith("pruning=") else ONE_SHOT), *overrides)
     return experiment.run(config), RunDirectory.open(experiment.run_path(config))
 
 
