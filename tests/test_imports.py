@@ -18,7 +18,8 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     | {"continuation", "distributed"},
     {"config", "controls", "progress", "events", "journal", "latency", "stability"},
     {"study_figures", "setting_figures", "stability_figure"},
-    {"figures"},
+    {"figures", "setup"},
+    {"summary"},
     {"experiment"},
     {"study"},
 ]
@@ -58,6 +59,8 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "locks": set(),
     "distributed": {"pruning", "training"},
     "data": {"image_folder", "published"},
+    "setup": {"config", "data", "events", "pruning", "run_directory", "schema", "tracking", "training"},
+    "summary": {"config", "figures", "run_directory", "setup", "tracking"},
     "published": {"image_folder"},
     "pruning": set(),
 }

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.continuation import begin, complete_run, held, telling_what_was_kept
-from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
+from tnvp.events import PruneEvent, PruneWhileTraining, Recording
 from tnvp.journal import Journal
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
-from tnvp.pruning.schedule import Cubic
 from tnvp.resume import Checkpointing, Interrupts
 from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
-from tnvp.schema import Gradual, Threshold
+from tnvp.setup import (
+    CONTROLS,
+    check_batch_of_one,
+    check_events_fit,
+    make_optimizer,
+    make_pruner,
+    run_path,
+    start_tracking,
+    trunk_end,
+    when_due,
+)
+from tnvp.summary import describe, publish, training_flops
 from tnvp.training import (
-    OPTIMIZERS,
     Alone,
     Callback,
     Fit,
@@ -45,7 +53,6 @@ from tnvp.training import (
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
-CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
 EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoint
 
@@ -143,7 +150,7 @@ class Study:
         self.journal.write_traces()
         checkpoint.save(self.model, self.directory.model_path)
         summary = self.summarise(self.seconds())
-        self.publish(summary)
+        publish(summary, self.config, self.directory, self.tracker)
         self.directory.write_summary(summary)
         self.checkpoints.remove()
         return summary
@@ -342,7 +349,9 @@ class Study:
             **pruner.reductions(),
             "parameters": parameter_count(self.model),
             "flops": self.flops(self.model),
-            "training_flops": self.training_flops(before),
+            "training_flops": training_flops(
+                self.flops(before), self.directory.events(), self.step, len(self.images.train) / self.steps_per_epoch
+            ),
             "bytes": self.directory.model_path.stat().st_size,
             "widths": "-".join(map(str, pruner.widths.values())),
             "seconds": seconds,
@@ -356,133 +365,3 @@ class Study:
     def flops(self, model: nn.Module) -> int:
         """FLOPs of a forward pass of one image."""
         return flop_count(model, (self.images.train.images[:1].float(),))
-
-    def training_flops(self, before: nn.Module) -> int:
-        """FLOPs of the forward passes of all training steps, each of the size that the network had then."""
-        events = self.directory.events()
-        sizes = [self.flops(before), *(event["flops"] for event in events)]
-        steps = [0, *(event["step"] for event in events), self.step]
-        images = len(self.images.train) / self.steps_per_epoch  # a step, on average: an epoch's last batch is smaller
-        return round(images * sum(size * (b - a) for size, (a, b) in zip(sizes, pairwise(steps), strict=True)))
-
-    def publish(self, summary: dict) -> None:
-        """The tracker's copy of what the run directory has at the end."""
-        self.tracker.summary(summary)
-        self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
-        if self.tracker.where and len(traces := self.directory.traces()):
-            from tnvp import figures  # matplotlib takes a second to load, and only the tracker's copy has pictures
-
-            figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
-            (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
-            self.tracker.image("trace_heatmap", png)
-
-
-def trunk_end(config: Config, place: Alone, steps_per_epoch: int) -> int:
-    """The last step before the first prune event, up to which runs share a trunk; 0: this one shares none."""
-    # Code compiled around more hooks is other code; several processes round otherwise than one.
-    if not config.trunks or config.compile or place.count > 1 or config.pruning.name in CONTROLS:
-        return 0
-    if config.pruning.name == "one_shot":
-        return config.pruning.dense_epochs * steps_per_epoch
-    return config.pruning.trunk()["first_event"] - 1
-
-
-def check_events_fit(config: Config, steps_per_epoch: int) -> None:
-    """A prune event that would come after the last step is an error, found before anything runs."""
-    pruning = config.pruning
-    key = {"gradual": "end_step", "threshold": "every"}.get(pruning.name)
-    if key and getattr(pruning, key) > (steps := pruning.epochs * steps_per_epoch):
-        raise ConfigError(
-            f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
-            f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
-        )
-
-
-def check_batch_of_one(config: Config, model: nn.Module, images: data.Data) -> None:
-    """A network whose batch norms would see one value a channel can't be trained: found before anything runs."""
-    x, _ = next(data.batches(images, images.train, config.batch_size))
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            copy.deepcopy(model).train()(x[:1])
-    except ValueError as error:
-        raise ConfigError(
-            f"batch_size={config.batch_size} makes training batches of one image, which this network's "
-            f"batch norms can't be trained on ({error}): raise it"
-        ) from error
-
-
-def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
-    """Step → the budget of the prune event due there, or None."""
-    if pruning.name == "gradual":
-        schedule = Cubic(pruning.sparsity, pruning.start_step, pruning.end_step, pruning.every)
-        return lambda step: None if (target := schedule.target(step)) is None else {"sparsity": target}
-    return lambda step: {"threshold": pruning.threshold} if step % pruning.every == 0 else None
-
-
-def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
-    """The pruner, with an optimizer of its own; without pruning it only records."""
-    pruning = config.pruning
-    chosen = {
-        key: getattr(pruning, key)
-        for key in ("criterion", "coupled", "compensation", "window", "ignore", "mode", "approximate")
-        if hasattr(pruning, key)
-    }
-    if pruning.name == "scratch":
-        chosen |= {"criterion": "random", "compensation": "none"}  # whichever go, the weights are drawn anew
-    x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
-    return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
-
-
-def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    options = asdict(config.optimizer)
-    name = options.pop("name")
-    options.pop("schedule")
-    if "beta1" in options:
-        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
-    return OPTIMIZERS[name](model.parameters(), **options)
-
-
-def start_tracking(config: Config, directory: RunDirectory, resumed: dict | None = None) -> tracking.Tracker:
-    options = asdict(config.tracking)
-    if options.pop("name") == "none":
-        return tracking.Tracker()
-    return tracking.start(
-        directory=directory.path,
-        group=config.study,
-        job_type=config.pruning.name,
-        name=label(config),
-        config=to_dict(config),
-        resumed=resumed,
-        **options,
-    )
-
-
-def run_path(config: Config) -> Path:
-    """runs/<study>/<label>-<config hash>."""
-    return Path(config.runs) / config.study / f"{label(config)}-{config_hash(config)}"
-
-
-def label(config: Config) -> str:
-    """The run's name: as given, or made from data set, model, pruning and seed."""
-    if config.name:
-        return config.name
-    pruning = config.pruning
-    how = [pruning.name] if pruning.name in CONTROLS else [pruning.name, pruning.criterion]
-    how += [f"{getattr(pruning, key):g}" for key in ("sparsity", "threshold") if hasattr(pruning, key)]
-    return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
-
-
-def describe(summary: dict, kind: str, directory: RunDirectory, tracker: tracking.Tracker) -> str:
-    """What a person wants to know when a run ends."""
-    dense, pruned, final = (summary[key] for key in ("test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"))
-    story = f"test accuracy {final:.2f} %"
-    if pruned is not None:
-        when = "dense" if kind == "one_shot" else "before the first event"
-        story = (
-            f"test accuracy {dense:.2f} % {when}, {pruned:.2f} % pruned, {final:.2f} % at the end; "
-            f"{summary['neuron_sparsity']:.1%} of the neurons and {summary['parameter_sparsity']:.1%} of the parameters removed"
-        )
-    lines = [f"{directory.path}: {story} ({summary['seconds']:.1f} s)"]
-    if tracker.where.startswith("http"):
-        lines.append(f"W&B: {tracker.where}")
-    return "\n".join(lines)

@@ -29,6 +29,7 @@ CODE = (
     "experiment.py",
     "journal.py",
     "run_state.py",
+    "setup.py",
     "trunk.py",
     "training.py",
     "image_folder.py",
