@@ -59,7 +59,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "locks": set(),
     "distributed": {"pruning", "training"},
     "data": {"image_folder", "published"},
-    "setup": {"config", "data", "events", "pruning", "run_directory", "schema", "tracking", "training"},
+    "setup": {"config", "data", "events", "journal", "pruning", "run_directory", "schema", "tracking", "training"},
     "summary": {"config", "figures", "run_directory", "setup", "tracking"},
     "published": {"image_folder"},
     "pruning": set(),

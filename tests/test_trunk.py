@@ -51,13 +51,10 @@ def without_times(record: dict) -> dict:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_bit_for_bit_with_a_trunk_and_without(kind, tmp_path, trained):
     (overrides, last), branches = KINDS[kind], (
-        ["pruning.criterion=variance"],
-        ["pruning.criterion=variance", "pruning.window=ema"],
-        ["pruning.criterion=variance", "pruning.window=since_prune", "pruning.scope=global"],
+        ["pruning.criterion=variance", "pruning.window=ema", "pruning.scope=global"],
         ["pruning.criterion=variance", "pruning.window=calibration"],
-        ["pruning.criterion=variance_preactivation", "pruning.compensation=act_of_mean"],
+        ["pruning.criterion=variance_preactivation", "pruning.window=since_prune", "pruning.compensation=act_of_mean"],
         ["pruning.criterion=taylor", "pruning.compensation=none"],
-        ["pruning.criterion=apoz"],
         ["pruning.criterion=obs", "pruning.compensation=affine"],
         ["pruning.criterion=random", "pruning.mode=mask"],
     )  # fmt: skip
@@ -70,7 +67,7 @@ def test_a_run_is_the_same_bit_for_bit_with_a_trunk_and_without(kind, tmp_path, 
     assert len(trunks(tmp_path / "a")) == 1 and not (tmp_path / "b" / ".trunks").exists()
 
 
-@pytest.mark.parametrize("first", [1, 2, 10, 11, 12, 13, 22])
+@pytest.mark.parametrize("first", [1, 2, 11, 12, 13])
 def test_a_trunk_may_end_wherever_an_epoch_or_a_window_does(first, tmp_path, trained):
     """11 steps an epoch, windows of 3: at their ends, one step before and after; before the step 1 there is nothing."""
     more = ["pruning=threshold", f"pruning.every={first}", "pruning.threshold=0.8", "pruning.trace_every=3"]

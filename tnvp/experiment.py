@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.continuation import begin, complete_run, held, telling_what_was_kept
-from tnvp.events import PruneEvent, PruneWhileTraining, Recording
+from tnvp.events import PruneWhileTraining, Recording
 from tnvp.journal import Journal
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
@@ -28,10 +27,13 @@ from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.setup import (
     CONTROLS,
+    EVALUATION_BATCH,
     check_batch_of_one,
     check_events_fit,
+    make_event,
     make_optimizer,
     make_pruner,
+    narrow,
     run_path,
     start_tracking,
     trunk_end,
@@ -53,7 +55,6 @@ from tnvp.training import (
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
-EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoint
 
 
@@ -138,7 +139,9 @@ class Study:
         self.step = 0
         self.warmup_steps = 0  # of the phases from here on
         self.seconds_elsewhere = 0.0  # of another run on this one's trunk, and of this one before it was stopped
-        self.event = None if config.pruning.name in CONTROLS else self.make_event()
+        self.event = None
+        if config.pruning.name not in CONTROLS:
+            self.event = make_event(config.pruning, images, pruner, self.measure, self.journal)
 
     def run(self, saved: dict | None = None) -> dict:
         """The whole run, or what is left of it after the state ``saved``; returns the summary, which is written last."""
@@ -166,7 +169,7 @@ class Study:
             self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
         elif pruning.name == "scratch":
             if not self.goes_on_in("train"):
-                self.narrow()
+                narrow(self.pruner, pruning)
             self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
         else:
             during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
@@ -214,14 +217,6 @@ class Study:
         elif how == "fresh":
             self.optimizer = self.pruner.optimizer = make_optimizer(self.config, self.model)
             self.warmup_steps = self.config.pruning.warmup_steps
-
-    def narrow(self) -> None:
-        """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
-        pruning = self.config.pruning
-        self.pruner.prune(sparsity=pruning.sparsity, min_neurons=pruning.min_neurons, round_to=pruning.round_to)
-        for module in self.model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
 
     def path_of_trunk(self) -> Path:
         images, found = self.images, self.directory.environment
@@ -320,21 +315,6 @@ class Study:
         """Loss and accuracy of ``model`` on a split; not recorded."""
         with self.pruner.paused():
             return self.place.of_first(evaluate(model, data.batches(self.images, split, EVALUATION_BATCH)))
-
-    def make_event(self) -> PruneEvent:
-        pruning, images = self.config.pruning, self.images
-        return PruneEvent(
-            self.pruner,
-            measure=lambda model: self.measure(images.validation, model),
-            calibration=self.training_images(pruning.calibration_batches),
-            fresh=self.training_images(pruning.bn_recalibrate) if running_norms(self.model) else [],
-            limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
-            journal=self.journal.event,
-        )
-
-    def training_images(self, batches: int) -> list[Tensor]:
-        """The first batches of training images, in fixed order and not augmented."""
-        return [x for x, _ in islice(data.batches(self.images, self.images.train, EVALUATION_BATCH), batches)]
 
     def summarise(self, seconds: float) -> dict:
         """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""

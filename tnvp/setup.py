@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tnvp import data, tracking
 from tnvp.config import Config, ConfigError, config_hash, to_dict
-from tnvp.events import Budget
+from tnvp.events import Budget, PruneEvent
+from tnvp.journal import Journal
 from tnvp.pruning import Pruner
+from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.schedule import Cubic
 from tnvp.run_directory import RunDirectory
-from tnvp.schema import Gradual, Threshold
+from tnvp.schema import ActivePruning, Gradual, Scratch, Threshold
 from tnvp.training import OPTIMIZERS, Alone
 
 CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
+
+EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 
 
 def check_events_fit(config: Config, steps_per_epoch: int) -> None:
@@ -77,6 +82,36 @@ def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
         chosen |= {"criterion": "random", "compensation": "none"}  # whichever go, the weights are drawn anew
     x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
     return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
+
+
+def narrow(pruner: Pruner, pruning: Scratch) -> None:
+    """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
+    pruner.prune(sparsity=pruning.sparsity, min_neurons=pruning.min_neurons, round_to=pruning.round_to)
+    for module in pruner.model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def make_event(
+    pruning: ActivePruning,
+    images: data.Data,
+    pruner: Pruner,
+    measure: Callable[[data.Split, nn.Module], dict[str, float]],
+    journal: Journal,
+) -> PruneEvent:
+    return PruneEvent(
+        pruner,
+        measure=lambda model: measure(images.validation, model),
+        calibration=training_images(images, pruning.calibration_batches),
+        fresh=training_images(images, pruning.bn_recalibrate) if running_norms(pruner.model) else [],
+        limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
+        journal=journal.event,
+    )
+
+
+def training_images(images: data.Data, batches: int) -> list[Tensor]:
+    """The first batches of training images, in fixed order and not augmented."""
+    return [x for x, _ in islice(data.batches(images, images.train, EVALUATION_BATCH), batches)]
 
 
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
