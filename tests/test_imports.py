@@ -18,7 +18,8 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     | {"continuation", "distributed"},
     {"config", "controls", "progress", "events", "journal", "latency", "stability"},
     {"study_figures", "setting_figures", "stability_figure", "command_line"},
-    {"figures"},
+    {"figures", "setup"},
+    {"summary"},
     {"experiment"},
     {"study"},
 ]
@@ -51,7 +52,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "models": set(),
     "training": set(),
     "sweep": {"locks", "run_directory"},
-    "trunk": {"locks", "run_directory", "run_state"},
+    "trunk": {"locks", "run_directory", "run_state", "training"},
     "run_state": {"run_directory"},
     "resume": {"training"},
     "continuation": {"locks", "pruning", "resume", "run_directory", "run_state", "training"},
@@ -59,6 +60,8 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "command_line": {"config"},
     "distributed": {"pruning", "training"},
     "data": {"image_folder", "published"},
+    "setup": {"config", "data", "events", "journal", "pruning", "run_directory", "schema", "tracking", "training"},
+    "summary": {"config", "figures", "run_directory", "setup", "tracking"},
     "published": {"image_folder"},
     "pruning": set(),
 }

@@ -1,6 +1,6 @@
 """What a run is: a ``Config``, made of the configuration that Hydra composes, checked, and named by its hash.
 
-``schema`` has the fields with their ranges and choices. Only ``experiment`` unpacks a ``Config``.
+``schema`` has the fields with their ranges and choices. Only ``experiment`` and ``setup`` unpack a ``Config``.
 """
 
 from __future__ import annotations

@@ -35,6 +35,12 @@ class Recording(Callback):
     def on_end(self, fit: Fit) -> None:
         self._block.__exit__(None, None, None)
 
+    def narrow(self, fit: Fit) -> None:
+        """After a trunk, record no more than this pruner asks for."""
+        self.on_end(fit)
+        self.pruner.watch_everything(False)
+        self.on_start(fit)
+
 
 class PruneEvent:
     """One way to prune, done whenever called, and what is measured around it.

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.continuation import begin, complete_run, held, telling_what_was_kept
-from tnvp.events import Budget, PruneEvent, PruneWhileTraining, Recording
+from tnvp.events import PruneWhileTraining, Recording
 from tnvp.journal import Journal
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
-from tnvp.pruning.schedule import Cubic
 from tnvp.resume import Checkpointing, Interrupts
 from tnvp.run_directory import ResultsError, RunDirectory, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
-from tnvp.schema import Gradual, Threshold
+from tnvp.setup import (
+    CONTROLS,
+    EVALUATION_BATCH,
+    check_batch_of_one,
+    check_events_fit,
+    make_event,
+    make_optimizer,
+    make_pruner,
+    narrow,
+    run_path,
+    start_tracking,
+    trunk_end,
+    when_due,
+)
+from tnvp.summary import describe, publish, training_flops
 from tnvp.training import (
-    OPTIMIZERS,
     Alone,
     Callback,
     Fit,
@@ -45,8 +55,6 @@ from tnvp.training import (
 USER_ERRORS = (  # what bad input raises: a message is enough, a stack trace is for bugs
     ConfigError, data.DataError, models.ModelError, PruningError, TrainingError, ResultsError, checkpoint.CheckpointError,
 )  # fmt: skip
-CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
-EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
 PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoint
 
 
@@ -79,7 +87,7 @@ def run_in(place: Alone, config: Config) -> dict:
     check_events_fit(config, len(sizes))
     if 1 in sizes and running_norms(model):
         check_batch_of_one(config, model, images)
-    if config.trunks and config.pruning.name == "one_shot":
+    if trunk_end(config, place, len(sizes)):
         Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
     place.seed(config.seed)
 
@@ -93,10 +101,7 @@ def run_in(place: Alone, config: Config) -> dict:
         complete = False
         try:
             with telling_what_was_kept(done), Interrupts().handled() as interrupts:
-                study = Study(config, images, pruner, directory, tracker, interrupts, place)
-                if saved is not None:
-                    study.go_on_from(saved)
-                summary = study.run()
+                summary = Study(config, images, pruner, directory, tracker, interrupts, place).run(saved)
             complete = True
         finally:
             tracker.finish(failed=not complete)
@@ -123,43 +128,52 @@ class Study:
         self.device = next(self.model.parameters()).device
         self.directory, self.tracker = directory, tracker
         self.validation = Validation(lambda: self.measure(images.validation, self.model))
+        self.recording = Recording(pruner, config.pruning.trace_every)
         self.journal = Journal(directory, tracker, pruner, self.validation, config.pruning.trace_every)
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.epoch_began = self.shuffle.get_state()  # what the epoch at work draws its batches from
         self.interrupts, self.checkpoints = interrupts, Checkpoints(directory.checkpoint_path)
         self.resumed: dict | None = None  # the state that the next phase to be trained goes on from
         self.steps_per_epoch = len(data.batch_sizes(len(images.train), config.batch_size))
+        self.trunk_end, self.trunk_lock = trunk_end(config, place, self.steps_per_epoch), ExitStack()
         self.step = 0
         self.warmup_steps = 0  # of the phases from here on
-        self.started = time.perf_counter()
         self.seconds_elsewhere = 0.0  # of another run on this one's trunk, and of this one before it was stopped
-        self.event = None if config.pruning.name in CONTROLS else self.make_event()
+        self.event = None
+        if config.pruning.name not in CONTROLS:
+            self.event = make_event(config.pruning, images, pruner, self.measure, self.journal)
 
-    def run(self) -> dict:
-        """The whole run; returns the summary, which is written last."""
-        pruning, lr = self.config.pruning, self.config.optimizer.lr
-        if pruning.name == "one_shot":
-            if not self.goes_on_in("finetune"):
-                self.train_trunk()
-                self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
-                self.renew_optimizer()
-            self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
-        elif pruning.name == "scratch":
-            if not self.goes_on_in("train"):
-                self.narrow()
-            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
-        else:
-            during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
-            self.train("train", pruning.epochs, lr, during)
+    def run(self, saved: dict | None = None) -> dict:
+        """The whole run, or what is left of it after the state ``saved``; returns the summary, which is written last."""
+        with self.trunk_lock:
+            self.start(saved)
+            self.train_and_prune()
         if self.pruner.mode == "mask":
             self.pruner.rebuild()  # the same network, at the size that the masks left
         self.journal.write_traces()
         checkpoint.save(self.model, self.directory.model_path)
         summary = self.summarise(self.seconds())
-        self.publish(summary)
+        publish(summary, self.config, self.directory, self.tracker)
         self.directory.write_summary(summary)
         self.checkpoints.remove()
         return summary
+
+    def train_and_prune(self) -> None:
+        """The phases of this kind of pruning, from the one that is at work."""
+        pruning, lr = self.config.pruning, self.config.optimizer.lr
+        if pruning.name == "one_shot":
+            if not self.goes_on_in("finetune"):
+                self.train("dense", pruning.dense_epochs, lr)
+                self.event({"sparsity": pruning.sparsity}, self.step, self.steps_per_epoch)
+                self.renew_optimizer()
+            self.train("finetune", pruning.finetune_epochs, lr * pruning.finetune_lr_factor)
+        elif pruning.name == "scratch":
+            if not self.goes_on_in("train"):
+                narrow(self.pruner, pruning)
+            self.train("train", pruning.dense_epochs + pruning.finetune_epochs, lr)
+        else:
+            during = [PruneWhileTraining(self.event, when_due(pruning), self.validation)] if self.event else []
+            self.train("train", pruning.epochs, lr, during)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started + self.seconds_elsewhere
@@ -168,28 +182,32 @@ class Study:
         """Whether this is a run that was stopped in ``phase``."""
         return self.resumed is not None and self.resumed["phase"] == phase
 
-    def train_trunk(self) -> None:
-        """The dense epochs: taken from a run that shares them, or trained and kept for these."""
-        config, goes_on = self.config, self.goes_on_in("dense")
-        # Code compiled around more hooks is other code; several processes round otherwise than one.
-        shared = config.trunks and not config.compile and self.place.count == 1
-        path = self.trunk_path(config.trunks) if shared else None
-        with trunk.locked(path) if path else nullcontext():
-            began = 0.0 if goes_on else self.seconds()
-            kept = trunk.read(path) if path and not goes_on else None
-            if kept is None:
-                if path and not goes_on:
-                    self.pruner.watch_everything()
-                    self.journal.records = []
-                self.train("dense", config.pruning.dense_epochs, config.optimizer.lr)
-                if path and self.pruner.watches_everything:
-                    trunk.write(path, self.trunk_state() | {"seconds": self.seconds() - began})
-        if kept is not None:
-            self.take_trunk(kept)
-            self.seconds_elsewhere = kept["seconds"] - (self.seconds() - began)
-        elif self.pruner.watches_everything:
-            self.pruner.watch_everything(False)
-            self.journal.records = None
+    def start(self, saved: dict | None) -> None:
+        """Be where this run was when it was kept, or at the end of its trunk; one that is not there yet is made on the way."""
+        makes = self.trunk_end > 0 and (saved is None or saved["shared"])
+        if makes:
+            self.trunk_path = self.path_of_trunk()
+            self.trunk_lock.enter_context(trunk.locked(self.trunk_path))
+        kept = trunk.read(self.trunk_path) if makes and saved is None else None
+        if saved is not None:
+            self.go_on_from(saved, wide=makes)
+            self.journal.go_on_from(saved["journal"])
+        elif kept is not None:
+            self.trunk_lock.close()
+            self.go_on_from(kept)
+            self.journal.replay(kept["journal"], kept["records"])
+        elif makes:
+            self.pruner.watch_everything()
+        self.started = time.perf_counter()  # waiting for another run's trunk does not count
+
+    def end_trunk(self, fit: Fit) -> None:
+        """Keep the trunk, if this run makes it; from here on record what this run asks for."""
+        if not self.pruner.watches_everything:
+            return
+        fit.require_finite()
+        trunk.write(self.trunk_path, self.state(fit) | {"records": self.directory.records()})
+        self.trunk_lock.close()
+        self.recording.narrow(fit)
 
     def renew_optimizer(self) -> None:
         """After the event: carry the optimizer's state on, empty it, or begin with another optimizer."""
@@ -200,58 +218,33 @@ class Study:
             self.optimizer = self.pruner.optimizer = make_optimizer(self.config, self.model)
             self.warmup_steps = self.config.pruning.warmup_steps
 
-    def narrow(self) -> None:
-        """Begin with the widths that pruning would end with; each layer draws its weights anew, as if it had been built so."""
-        pruning = self.config.pruning
-        self.pruner.prune(sparsity=pruning.sparsity, min_neurons=pruning.min_neurons, round_to=pruning.round_to)
-        for module in self.model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-
-    def trunk_path(self, folder: str) -> Path:
+    def path_of_trunk(self) -> Path:
         images, found = self.images, self.directory.environment
         groups = [(g.name, g.producers, g.passengers, g.consumers, g.prunable) for g in self.pruner.groups]
         splits = [tensor for split in (images.train, images.validation) for tensor in (split.images, split.labels)]
         tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
-        return trunk.trunk_path(folder, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors)
+        return trunk.trunk_path(
+            self.config.trunks, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors
+        )
 
-    def shared_state(self) -> dict:
-        """What a trunk and a checkpoint both hold, as plain data and tensors."""
+    def state(self, fit: Fit) -> dict:
+        """All that the rest of the run depends on, after a step or an epoch, as plain data and tensors."""
         return {
+            "fit": fit.state(),
+            "shuffle": self.epoch_began if fit.batches_done else self.shuffle.get_state(),
             "random": self.place.of_each(random_state(self.device)),
             "pruner": self.pruner.state(),
+            "validation": self.validation.state(),
+            "event": self.event and self.event.state(),
             "journal": self.journal.state(),
             "seconds": self.seconds(),
         }
 
-    def trunk_state(self) -> dict:
-        """All that the rest of the run depends on, between two phases."""
-        return self.shared_state() | {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "shuffle": self.shuffle.get_state(),
-        }
-
-    def take_trunk(self, state: dict) -> None:
-        """Be where another run was when it gave `trunk_state`, with its records in this one's directory."""
-        self.step = state["step"]
-        self.pruner.restore(state["pruner"])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.shuffle.set_state(state["shuffle"])
-        restore_random_state(state["random"], self.device)
-        self.journal.replay(state["journal"]["records"])
-
     def keep(self, fit: Fit) -> None:
-        """Write a checkpoint: all that the rest of the run depends on, after a step or an epoch."""
+        """Write a checkpoint."""
         if not self.pruner.watches_everything:  # whose trace the trunk is to have
             self.journal.write_traces(at_least=PART_ROWS)
-        state = self.shared_state() | {
-            "fit": fit.state(),
-            "shuffle": self.epoch_began if fit.batches_done else self.shuffle.get_state(),
-            "validation": self.validation.state(),
-            "event": self.event and self.event.state(),
+        state = self.state(fit) | {
             "shared": self.pruner.watches_everything,
             "tracker": self.tracker.state(),
             "position": self.directory.position(),
@@ -259,10 +252,10 @@ class Study:
         if self.place.leads:
             self.checkpoints.write(fit.step, state)
 
-    def go_on_from(self, state: dict) -> None:
-        """Be where this run was when it was kept; what `train` needs of that is taken there."""
+    def go_on_from(self, state: dict, wide: bool = False) -> None:
+        """Be where a run was when it gave `state`; what `train` needs of that is taken there. ``wide``: for a trunk."""
         original = copy.deepcopy(self.model)
-        if state["shared"]:
+        if wide:
             self.pruner.watch_everything()
         self.pruner.restore(state["pruner"])
         self.resumed = state["fit"]
@@ -271,7 +264,6 @@ class Study:
         if self.event:
             self.event.go_on_from(state["event"], original)
         self.validation.go_on_from(state["validation"])
-        self.journal.go_on_from(state["journal"])
         self.shuffle.set_state(state["shuffle"])
         self.seconds_elsewhere = state["seconds"]
         restore_random_state(self.place.own(state["random"]), self.device)
@@ -295,11 +287,12 @@ class Study:
             phase=phase,
             first_step=self.step,
             callbacks=[
-                Recording(self.pruner, config.pruning.trace_every),
+                self.recording,
                 *callbacks,
                 self.validation,
                 self.journal,
                 *bar,
+                trunk.LastStep(self.trunk_end, self.end_trunk),
                 Checkpointing(
                     self.keep, config.checkpoint_steps, config.checkpoint_minutes, self.interrupts, self.place.greatest
                 ),
@@ -323,21 +316,6 @@ class Study:
         with self.pruner.paused():
             return self.place.of_first(evaluate(model, data.batches(self.images, split, EVALUATION_BATCH)))
 
-    def make_event(self) -> PruneEvent:
-        pruning, images = self.config.pruning, self.images
-        return PruneEvent(
-            self.pruner,
-            measure=lambda model: self.measure(images.validation, model),
-            calibration=self.training_images(pruning.calibration_batches),
-            fresh=self.training_images(pruning.bn_recalibrate) if running_norms(self.model) else [],
-            limits={key: getattr(pruning, key) for key in ("scope", "normalize", "min_neurons", "round_to")},
-            journal=self.journal.event,
-        )
-
-    def training_images(self, batches: int) -> list[Tensor]:
-        """The first batches of training images, in fixed order and not augmented."""
-        return [x for x, _ in islice(data.batches(self.images, self.images.train, EVALUATION_BATCH), batches)]
-
     def summarise(self, seconds: float) -> dict:
         """The keys every run has (README, "Results"); accuracies in percent, None where nothing was pruned."""
         config, pruner, event = self.config, self.pruner, self.event
@@ -351,7 +329,9 @@ class Study:
             **pruner.reductions(),
             "parameters": parameter_count(self.model),
             "flops": self.flops(self.model),
-            "training_flops": self.training_flops(before),
+            "training_flops": training_flops(
+                self.flops(before), self.directory.events(), self.step, len(self.images.train) / self.steps_per_epoch
+            ),
             "bytes": self.directory.model_path.stat().st_size,
             "widths": "-".join(map(str, pruner.widths.values())),
             "seconds": seconds,
@@ -365,123 +345,3 @@ class Study:
     def flops(self, model: nn.Module) -> int:
         """FLOPs of a forward pass of one image."""
         return flop_count(model, (self.images.train.images[:1].float(),))
-
-    def training_flops(self, before: nn.Module) -> int:
-        """FLOPs of the forward passes of all training steps, each of the size that the network had then."""
-        events = self.directory.events()
-        sizes = [self.flops(before), *(event["flops"] for event in events)]
-        steps = [0, *(event["step"] for event in events), self.step]
-        images = len(self.images.train) / self.steps_per_epoch  # a step, on average: an epoch's last batch is smaller
-        return round(images * sum(size * (b - a) for size, (a, b) in zip(sizes, pairwise(steps), strict=True)))
-
-    def publish(self, summary: dict) -> None:
-        """The tracker's copy of what the run directory has at the end."""
-        self.tracker.summary(summary)
-        self.tracker.artifact(self.directory.model_path, f"{label(self.config)}-model", "model")
-        if self.tracker.where and len(traces := self.directory.traces()):
-            from tnvp import figures  # matplotlib takes a second to load, and only the tracker's copy has pictures
-
-            figure = figures.trace_heatmap(traces, self.directory.events(), label(self.config))
-            (png,) = figures.save(figure, self.directory.figures_path / "trace_heatmap", kinds=["png"])
-            self.tracker.image("trace_heatmap", png)
-
-
-def check_events_fit(config: Config, steps_per_epoch: int) -> None:
-    """A prune event that would come after the last step is an error, found before anything runs."""
-    pruning = config.pruning
-    key = {"gradual": "end_step", "threshold": "every"}.get(pruning.name)
-    if key and getattr(pruning, key) > (steps := pruning.epochs * steps_per_epoch):
-        raise ConfigError(
-            f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
-            f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
-        )
-
-
-def check_batch_of_one(config: Config, model: nn.Module, images: data.Data) -> None:
-    """A network whose batch norms would see one value a channel can't be trained: found before anything runs."""
-    x, _ = next(data.batches(images, images.train, config.batch_size))
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            copy.deepcopy(model).train()(x[:1])
-    except ValueError as error:
-        raise ConfigError(
-            f"batch_size={config.batch_size} makes training batches of one image, which this network's "
-            f"batch norms can't be trained on ({error}): raise it"
-        ) from error
-
-
-def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
-    """Step → the budget of the prune event due there, or None."""
-    if pruning.name == "gradual":
-        schedule = Cubic(pruning.sparsity, pruning.start_step, pruning.end_step, pruning.every)
-        return lambda step: None if (target := schedule.target(step)) is None else {"sparsity": target}
-    return lambda step: {"threshold": pruning.threshold} if step % pruning.every == 0 else None
-
-
-def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
-    """The pruner, with an optimizer of its own; without pruning it only records."""
-    pruning = config.pruning
-    chosen = {
-        key: getattr(pruning, key)
-        for key in ("criterion", "coupled", "compensation", "window", "ignore", "mode", "approximate")
-        if hasattr(pruning, key)
-    }
-    if pruning.name == "scratch":
-        chosen |= {"criterion": "random", "compensation": "none"}  # whichever go, the weights are drawn anew
-    x, _ = next(iter(data.batches(images, images.train, 1)))  # one image, as FLOPs are per image
-    return Pruner(model, optimizer=make_optimizer(config, model), example_inputs=x, seed=config.seed, **chosen)
-
-
-def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
-    options = asdict(config.optimizer)
-    name = options.pop("name")
-    options.pop("schedule")
-    if "beta1" in options:
-        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
-    return OPTIMIZERS[name](model.parameters(), **options)
-
-
-def start_tracking(config: Config, directory: RunDirectory, resumed: dict | None = None) -> tracking.Tracker:
-    options = asdict(config.tracking)
-    if options.pop("name") == "none":
-        return tracking.Tracker()
-    return tracking.start(
-        directory=directory.path,
-        group=config.study,
-        job_type=config.pruning.name,
-        name=label(config),
-        config=to_dict(config),
-        resumed=resumed,
-        **options,
-    )
-
-
-def run_path(config: Config) -> Path:
-    """runs/<study>/<label>-<config hash>."""
-    return Path(config.runs) / config.study / f"{label(config)}-{config_hash(config)}"
-
-
-def label(config: Config) -> str:
-    """The run's name: as given, or made from data set, model, pruning and seed."""
-    if config.name:
-        return config.name
-    pruning = config.pruning
-    how = [pruning.name] if pruning.name in CONTROLS else [pruning.name, pruning.criterion]
-    how += [f"{getattr(pruning, key):g}" for key in ("sparsity", "threshold") if hasattr(pruning, key)]
-    return "-".join([config.dataset.name, config.model.name, *how, f"s{config.seed}"])
-
-
-def describe(summary: dict, kind: str, directory: RunDirectory, tracker: tracking.Tracker) -> str:
-    """What a person wants to know when a run ends."""
-    dense, pruned, final = (summary[key] for key in ("test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"))
-    story = f"test accuracy {final:.2f} %"
-    if pruned is not None:
-        when = "dense" if kind == "one_shot" else "before the first event"
-        story = (
-            f"test accuracy {dense:.2f} % {when}, {pruned:.2f} % pruned, {final:.2f} % at the end; "
-            f"{summary['neuron_sparsity']:.1%} of the neurons and {summary['parameter_sparsity']:.1%} of the parameters removed"
-        )
-    lines = [f"{directory.path}: {story} ({summary['seconds']:.1f} s)"]
-    if tracker.where.startswith("http"):
-        lines.append(f"W&B: {tracker.where}")
-    return "\n".join(lines)

@@ -12,15 +12,11 @@ from tnvp.training import Callback, Fit, Totals, Validation
 
 
 class Journal(Callback):
-    """Writes a metrics record every ``every`` steps and a full one, with validation and widths, after each epoch.
-
-    ``records`` is None, or a list that collects them for a trunk.
-    """
+    """Writes a metrics record every ``every`` steps and a full one, with validation and widths, after each epoch."""
 
     def __init__(self, directory: RunDirectory, tracker: Tracker, pruner: Pruner, validation: Validation, every: int):
         self.directory, self.tracker, self.pruner = directory, tracker, pruner
         self.validation, self.every = validation, every
-        self.records: list[dict] | None = None
         self._logged = Totals(0.0, 0, 0)
         self._written = 0
         self._events_after: list[int] = []  # how many records each event came after
@@ -39,8 +35,9 @@ class Journal(Callback):
         self._logged = Totals(0.0, 0, 0)
         self._histograms(fit.step)
 
-    def replay(self, records: list[dict]) -> None:
-        """Tell what another run of the same trunk told; the pruner has its trace by now."""
+    def replay(self, state: dict, records: list[dict]) -> None:
+        """Tell the ``records`` of another run of the same trunk, which then gave `state`; the pruner has its trace by now."""
+        self._logged = Totals(*state["logged"])
         for record in records:
             self._write(record)
             if "validation/accuracy" in record:
@@ -49,14 +46,13 @@ class Journal(Callback):
     def state(self) -> dict:
         return {
             "logged": tuple(self._logged),
-            "records": self.records,
             "written": self._written,
             "events_after": self._events_after,
         }
 
     def go_on_from(self, state: dict) -> None:
         """Go on where another was when it gave `state`; what it wrote is in the directory, and is told to the tracker again."""
-        self._logged, self.records = Totals(*state["logged"]), state["records"]
+        self._logged = Totals(*state["logged"])
         self._written, self._events_after = state["written"], list(state["events_after"])
         if self.tracker.where:
             self._tell_again()
@@ -102,8 +98,6 @@ class Journal(Callback):
 
     def _write(self, record: dict) -> None:
         self._written += 1
-        if self.records is not None:
-            self.records.append(record)
         self.directory.log(record)
         self.tracker.log(record)
 

@@ -130,7 +130,7 @@ def study_names(experiments: Path = EXPERIMENTS) -> list[str]:
 def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
     """Where the run of each declared point is, or will be. Raises ConfigError for a point that can't be run."""
     from tnvp.config import compose  # these take seconds, and figures do without
-    from tnvp.experiment import run_path
+    from tnvp.setup import run_path
 
     more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
     points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]

@@ -1,14 +1,15 @@
 """Trunks: the part of a run before its first prune event, trained once and kept for all runs that share it.
 
-A trunk is a file of plain data, written aside and renamed, and named by everything it depends on. Whoever trains one holds
-its lock; others wait for it. The system releases the lock when its process dies.
+A trunk is the state of a run, as in its checkpoints, and its records so far: a file of plain data, written aside and renamed, and
+named by everything it depends on. Whoever trains one holds its lock; others wait for it. The system releases the lock when
+its process dies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from torch import Tensor
 from tnvp import locks
 from tnvp.run_directory import set_aside
 from tnvp.run_state import DAMAGED, read_state, write_state
+from tnvp.training import Callback, Fit
 
 PACKAGE = Path(__file__).resolve().parent
-FORMAT = "tnvp-trunk-2"
+FORMAT = "tnvp-trunk-3"
 CODE = (
     "data.py",
     "events.py",
     "experiment.py",
     "journal.py",
     "run_state.py",
+    "setup.py",
     "trunk.py",
     "training.py",
     "image_folder.py",
@@ -84,3 +87,18 @@ def write(path: Path, content: dict) -> None:
         warnings.warn(
             f"the trunk {path} can't be kept ({error}): every run that shares it trains it anew", stacklevel=2
         )
+
+
+class LastStep(Callback):
+    """Calls ``end(fit)`` after a trunk's last ``step``, or after the epoch that ends with it. The last but a checkpoint's callback."""
+
+    def __init__(self, step: int, end: Callable[[Fit], None]):
+        self.step, self.end = step, end
+
+    def on_step(self, fit: Fit) -> None:
+        if fit.step == self.step and not fit.ends_epoch:
+            self.end(fit)
+
+    def on_epoch(self, fit: Fit) -> None:
+        if fit.step == self.step:
+            self.end(fit)
