@@ -18,7 +18,8 @@ import yaml
 from PIL import Image
 
 import run
-from tests.test_tracking import isolate, of_kind, read_records
+from tests.test_tracking import of_kind, read_records
+from tests.wandb_server import isolate
 from tnvp import results, study
 from tnvp.config import VERSION
 

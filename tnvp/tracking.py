@@ -232,7 +232,8 @@ def start(
 
     resumed: the `Tracker.state` of this run's copy so far, to go on with it under its id. Every row is to be told again, in
     the old order, and W&B gets those that it lacks: the server, or else the files of the parts so far, say which it has.
-    Offline there is a second folder then; `wandb sync` of all of them, the oldest first, makes one run.
+    Offline there is a second folder then; `wandb sync` of all of them, the oldest first, makes one run. Where an online run
+    must go on offline, it becomes a run of its own there, with all rows.
 
     ValueError for another mode.
     """
@@ -249,6 +250,7 @@ def start(
             tracker = WandbTracker(_init(attempt, options), warned=bool(errors), rows_there=there)
         except Exception as error:  # a missing package or key, a dead server, a full disk: never fatal
             errors.append(_brief(error))
+            options["id"], there = secrets.token_hex(4), 0  # W&B's process holds the failed attempt's id
             continue
         if errors:
             _logger.warning(
@@ -304,7 +306,8 @@ def _init(mode: str, options: dict[str, Any]) -> Any:
     wandb.setup(settings=wandb.Settings(quiet=True, show_info=False))
     settings = wandb.Settings(
         silent=True,  # W&B still says so when a server refuses an online run's data
-        init_timeout=INIT_SECONDS,
+        # Offline there is no server to wait for, only W&B's own process, which a busy machine may start late.
+        **({"init_timeout": INIT_SECONDS} if mode == "online" else {}),
         finish_timeout=FINISH_SECONDS,
         finish_timeout_raises=True,
         console="off",  # no hooks on stdout and stderr
