@@ -29,7 +29,7 @@ from tnvp.locks import locked
 from tnvp.results import ResultsError, RunDirectory
 from tnvp.resume import Checkpointing, Stopped
 from tnvp.run_state import Checkpoints
-from tnvp.training import Fit
+from tnvp.training import Fit, Validation
 
 SMALL = [
     "epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "pruning.trace_every=3",
@@ -332,6 +332,16 @@ def test_force_starts_over_and_sets_the_unfinished_run_aside(tmp_path, monkeypat
     again = finished(small(tmp_path, *GRADUAL, "force=true"))
     assert "goes on" not in capsys.readouterr().out
     assert (again.path.with_name(f"{again.path.name}.old-1") / "checkpoint").is_dir()
+
+
+def test_a_checkpoint_that_other_code_wrote_is_told(tmp_path, monkeypatch):
+    config = small(tmp_path, *GRADUAL)
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "state", lambda _: {"the best": 1.0})
+        kept = stopped_at(14, config, monkeypatch)
+    with pytest.raises(ResultsError, match=r"other code wrote .*force=true"):
+        experiment.run(config)
+    assert len(kept.paths()) == 1, "nothing is lost"
 
 
 # What must not be kept, and what must not grow.

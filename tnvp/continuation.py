@@ -59,6 +59,19 @@ def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunD
     return run, None
 
 
+@contextmanager
+def understood(run: RunDirectory) -> Iterator[None]:
+    """Inside, a checkpoint is restored. Raises ResultsError where it holds something else than this code expects."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ResultsError(
+            f"{run.path} can't go on from its checkpoint, which other code wrote ({why}): use the code of its environment.json, or "
+            "force=true, which starts over and sets it aside"
+        ) from error
+
+
 def _warn_of_changes(run: RunDirectory, now: dict) -> None:
     then = run.environment
     if changed := [name for name in DECIDES if now[name] != then[name]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
-from tnvp.continuation import begin, complete_run, held, telling_what_was_kept
+from tnvp.continuation import begin, complete_run, held, telling_what_was_kept, understood
 from tnvp.events import PruneWhileTraining, Recording
 from tnvp.journal import Journal
 from tnvp.progress import ProgressBar
@@ -190,8 +190,9 @@ class Study:
             self.trunk_lock.enter_context(trunk.locked(self.trunk_path))
         kept = trunk.read(self.trunk_path) if makes and saved is None else None
         if saved is not None:
-            self.go_on_from(saved, wide=makes)
-            self.journal.go_on_from(saved["journal"])
+            with understood(self.directory):
+                self.go_on_from(saved, wide=makes)
+                self.journal.go_on_from(saved["journal"])
         elif kept is not None:
             self.trunk_lock.close()
             self.go_on_from(kept)
