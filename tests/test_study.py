@@ -20,7 +20,7 @@ from PIL import Image
 import run
 from tests.test_tracking import of_kind, read_records
 from tests.wandb_server import isolate
-from tnvp import results, study
+from tnvp import command_line, results, study
 from tnvp.config import VERSION
 
 PUBLISHED = [name for name in study.study_names() if study.read(name).table_path.exists()]
@@ -146,7 +146,7 @@ def test_points_are_those_that_hydra_sweeps_over():
     sweep = study.Sweep(["experiment=digits"], axes)
     flags = Namespace(overrides=sweep.overrides(), multirun=True, experimental_rerun=None)
     with hydra.initialize_config_dir(str(run.CONF), version_base=VERSION):
-        theirs = [run.resolve(hydra.compose("config", point)) for point in run.points(flags)]
+        theirs = [run.resolve(hydra.compose("config", point)) for point in command_line.points(flags)]
         ours = [run.resolve(hydra.compose("config", point)) for point in sweep.points()]
     assert ours == theirs and len(ours) == 6
 

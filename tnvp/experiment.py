@@ -23,7 +23,7 @@ from tnvp.pruning import Pruner, PruningError
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.cost import flop_count, parameter_count
 from tnvp.resume import Checkpointing, Interrupts
-from tnvp.run_directory import ResultsError, RunDirectory, environment
+from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere, environment
 from tnvp.run_state import Checkpoints, random_state, restore_random_state
 from tnvp.setup import (
     CONTROLS,
@@ -93,7 +93,7 @@ def run_in(place: Alone, config: Config) -> dict:
 
     with place.folder(path) as folder, held(folder):
         if not config.force and place.of_first(complete_run(path) is not None):
-            return done.summary  # of another run, meanwhile
+            raise RunningElsewhere(f"{path} was run by another process until just now, and is complete")
         found = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
         directory, saved = begin(folder, to_dict(config), found | {"processes": place.count}, anew=config.force)
         saved = place.of_first(saved)

@@ -53,6 +53,6 @@ def require_bare(model: nn.Module) -> None:
     if isinstance(model, WRAPPERS):
         kind = type(model).__name__
         raise PruningError(
-            f"the model is wrapped in {kind}: give Pruner the network inside (model.module), train with the wrapper, and "
+            f"the model is wrapped in {kind}: give the Pruner model.module, the network inside, train with the wrapper, and "
             f"after every event wrap the network in a new {kind}, as the old one holds the parameters of before"
         )
