@@ -120,7 +120,7 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     number = f"{facts['number'] + 1}/{TOTAL}" if TOTAL else facts["number"] + 1
     print(f"[{number}]", *facts["overrides"], file=sys.stderr, flush=True)
     searches = does_search(hydra_config)
-    outcome = attempt(cfg, lambda path: note(path=path, state="begun", host=gethostname(), pid=os.getpid()), searches)
+    outcome = attempt(cfg, partial(note, host=gethostname(), pid=os.getpid()), searches)
     note(**outcome)
     if not searches or outcome["status"]:
         return None
@@ -128,8 +128,8 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     return sweep.objectives(Path(outcome["path"]), len(directions) if isinstance(directions, ListConfig) else 1)
 
 
-def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, wait: bool = False) -> dict:
-    """Run it; returns where, how that ended and why, as a note has it. ``begun`` is called with the run's path before.
+def attempt(cfg: DictConfig, tell_of: Callable = lambda **facts: None, wait: bool = False) -> dict:
+    """Run it; returns where, how that ended and why, as a note has it. ``tell_of`` is called with path and state before, and if it is interrupted.
 
     A run that another process has at work is left to it, which counts as bad input, unless it shall ``wait``.
     """
@@ -141,7 +141,7 @@ def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, w
     try:
         config = resolve(cfg)
         path = str(experiment.run_path(config).absolute())
-        begun(path)
+        tell_of(path=path, state="begun")
         if wait:
             sweep.wait([sweep.Point([], Path(path))])
         state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
@@ -154,6 +154,9 @@ def attempt(cfg: DictConfig, begun: Callable[[str], None] = lambda path: None, w
         tell(traceback.format_exc().rstrip())
         why = f"{type(error).__name__}: {error}"
         return {"path": path, "state": "failed", "why": why, "status": 1, "traceback": traceback.format_exc()}
+    except KeyboardInterrupt as stop:
+        tell_of(path=path, state="interrupted", why=str(stop) or "interrupted")
+        raise
     return {"path": path, "state": state, "why": "", "status": 0}
 
 

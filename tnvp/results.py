@@ -317,10 +317,10 @@ def describe(table: pd.DataFrame) -> str:
         counts = rows[[f"{name}_n" for name in ACCURACIES]].to_numpy()
         shown["n"] = [span(min(set(row) - {0}, default=0), max(row)) for row in counts]  # 0 shows as "-"
         for name, title in zip(ACCURACIES, ["dense %", "pruned %", "final %"], strict=True):
-            shown[title] = list(map(_percent, rows[name], rows[f"{name}_half"]))
+            shown[title] = list(map(_percent, rows[name], rows[f"{name}_half"], rows[f"{name}_n"]))
         blocks.append(f"{setting}\n{shown.to_string(index=False, float_format='{:.3f}'.format, na_rep='-')}")
     note = """Test accuracy before the first prune event (dense), after the last (pruned), at the end (final):
-mean over n seeds ± half-width of its 95 % t-interval, none for n = 1. sparsity: neurons removed, achieved."""
+mean over n seeds ± half-width of its 95 % t-interval, none for n < 3. sparsity: neurons removed, achieved."""
     return "\n\n".join([*blocks, note])
 
 
@@ -330,11 +330,9 @@ def describe_paired(table: pd.DataFrame, one: str, other: str, by: str = "criter
     for name, when in zip(ACCURACIES[1:], ["right after pruning", "at the end"], strict=True):
         rows = paired(table, one, other, name, by)
         shown = rows.drop(columns=["difference", "half"])
-        shown["points"] = list(map(_percent, rows["difference"], rows["half"]))
+        shown["points"] = list(map(_percent, rows["difference"], rows["half"], rows["n"]))
         blocks.append(f"{one} - {other}, {when}\n{shown.to_string(index=False, na_rep='-')}")
-    note = (
-        "Percentage points of test accuracy: mean of the differences between runs of the same seed ± 95 % t-interval."
-    )
+    note = "Percentage points of test accuracy: mean of the differences between runs of the same seed ± 95 % t-interval, none for n < 3."
     return "\n\n".join([*blocks, note])
 
 
@@ -343,10 +341,11 @@ def span(low: int, high: int) -> str:
     return f"{low}" if low == high else f"{low}-{high}"
 
 
-def _percent(mean: float, half: float) -> str:
+def _percent(mean: float, half: float, n: int) -> str:
+    """An interval of two values is too wide to tell anything."""
     if math.isnan(mean):
         return "-"
-    return f"{mean:.2f}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f}"
+    return f"{mean:.2f}" if n < 3 else f"{mean:.2f} ± {half:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> int:

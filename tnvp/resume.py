@@ -5,6 +5,7 @@ SIGTERM and SIGINT (Ctrl-C) end a run while it trains after the step at work; el
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -52,6 +53,7 @@ class Interrupts:
         self.number = number
         if at_once:
             raise Stopped(number)
+        os.write(2, b"\nstopping after this step; once more stops at once\n")  # print may not be called from a handler
 
     def end(self) -> None:
         """Raises Stopped if a signal came and waited."""

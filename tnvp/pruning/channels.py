@@ -188,6 +188,8 @@ def layer_names(modules: dict[str, nn.Module]) -> list[str]:
 
 def as_arguments(inputs) -> tuple:
     """What one forward pass takes: a tuple of arguments, or one argument alone."""
+    if isinstance(inputs, torch.utils.data.DataLoader):
+        raise PruningError("example_inputs is a DataLoader: give one batch of inputs, without labels")
     return inputs if isinstance(inputs, tuple) else (inputs,)
 
 

@@ -379,7 +379,7 @@ class Pruner:
                 if g.prunable
             ],
             cuts=cuts,
-            keeps_norms=fresh is None and scores is not None and bool(running_norms(self.model)),
+            keeps_norms=bool(cut_groups) and fresh is None and scores is not None and bool(running_norms(self.model)),
         )
         self._operate(kept, cuts, taken, mode)
         if fresh is not None:
