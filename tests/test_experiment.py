@@ -254,7 +254,7 @@ def test_a_complete_run_is_not_repeated_and_force_sets_it_aside(started, capsys)
 
 def test_a_run_that_broke_off_before_its_first_checkpoint_is_set_aside_and_done_again(started, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(experiment.Study, "run", lambda study: (_ for _ in ()).throw(KeyboardInterrupt()))
+        broken.setattr(experiment.Study, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             started()
     _, _, directory = started()

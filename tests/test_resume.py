@@ -297,7 +297,7 @@ def test_of_two_checkpoints_the_whole_one_is_used(damage, tmp_path, monkeypatch,
     newest, before = kept.paths()
     assert [path.name[:9] for path in (newest, before)] == ["000000012", "000000011"], "two are kept"
     newest.write_bytes(DAMAGES[damage](newest.read_bytes()))
-    with pytest.warns(UserWarning, match="damaged .* set aside"):
+    with pytest.warns(UserWarning, match="can't be used .* set aside"):
         again = finished(config)
     assert "goes on from step 11" in capsys.readouterr().out
     assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
@@ -332,6 +332,21 @@ def test_force_starts_over_and_sets_the_unfinished_run_aside(tmp_path, monkeypat
     again = finished(small(tmp_path, *GRADUAL, "force=true"))
     assert "goes on" not in capsys.readouterr().out
     assert (again.path.with_name(f"{again.path.name}.old-1") / "checkpoint").is_dir()
+
+
+def test_a_checkpoint_of_another_run_or_of_other_data_is_not_used(tmp_path, monkeypatch):
+    config, other = (small(tmp_path, *GRADUAL, f"seed={seed}") for seed in (0, 1))
+    mine, theirs = (stopped_at(14, c, monkeypatch) for c in (config, other))
+    before = mine.paths()
+    shutil.copy(theirs.paths()[0], mine.folder / "000000999.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "data_digest", lambda images: "others")
+        with pytest.warns(UserWarning, match="of another run"), pytest.raises(ResultsError, match="data=.*force=true"):
+            experiment.run(config)
+    assert mine.paths() == before
+    config_path = RunDirectory(experiment.run_path(config)).config_path
+    config_path.write_text(config_path.read_text().replace("batch_size: 128", "batch_size: 999"))
+    assert finished(config).config["batch_size"] == 128, "what is run is what is told"
 
 
 def test_a_checkpoint_that_other_code_wrote_is_told(tmp_path, monkeypatch):
@@ -387,7 +402,7 @@ def test_what_is_not_finite_ends_the_run_and_the_last_good_state_stays(
 def test_seconds_add_up_though_the_clock_is_set_back(tmp_path, monkeypatch):
     config = small(tmp_path, *GRADUAL, "checkpoint_steps=4", "checkpoint_minutes=0.01")
     kept = stopped_at(14, config, monkeypatch)
-    before = kept.newest(lambda state: True)["seconds"]
+    before = kept.newest(lambda state: "")["seconds"]
     monkeypatch.setattr(time, "time", lambda: -1e9)
     assert finished(config).summary["seconds"] > before > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tnvp.locks import LockedError, locked
@@ -14,6 +15,7 @@ from tnvp.run_directory import ResultsError, RunDirectory, RunningElsewhere
 from tnvp.run_state import Checkpoints
 from tnvp.training import TrainingError
 
+REQUIRED = ("processes", "data")  # of the environment, what a run can't go on without; data is a digest
 DECIDES = ("commit", "dirty", "versions", "hardware")  # of the environment, what results may depend on
 
 
@@ -34,6 +36,7 @@ def complete_run(path: Path) -> RunDirectory | None:
     run = RunDirectory(path)
     if not run.is_complete:
         return None
+    _ = run.summary  # an error if it can't be read: then what is there stays
     Checkpoints(run.checkpoint_path).remove()  # a kill may have come between the summary and this
     return run
 
@@ -43,10 +46,10 @@ def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunD
     run = RunDirectory(path)
     checkpoints = Checkpoints(run.checkpoint_path)
     if not anew and checkpoints.paths():
-        state = checkpoints.newest(lambda state: run.reaches(state["position"]))
+        state = checkpoints.newest(partial(_trouble, run, environment["config_hash"]))
         if state is not None:
-            if (began := run.environment["processes"]) != (now := environment["processes"]):
-                raise ResultsError(f"{path} was begun with processes={began}, not {now}: as many, or force=true")
+            _require_same(run, environment)
+            run.write_config(config)
             run.cut_back(state["position"])
             fit = state["fit"]
             print(f"{path}: goes on from step {fit['step']} ({fit['phase']}, epoch {fit['epoch']:.2f})", flush=True)
@@ -57,6 +60,24 @@ def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunD
     run.write_config(config)
     run.write_environment(environment)
     return run, None
+
+
+def _trouble(run: RunDirectory, config_hash: str, state: dict) -> str:
+    """Why the run can't go on from ``state``; "" if it can."""
+    if state["config_hash"] != config_hash:
+        return "it is of another run"
+    return "" if run.reaches(state["position"]) else "records from before it are missing"
+
+
+def _require_same(run: RunDirectory, now: dict) -> None:
+    """Raises ResultsError where the run goes on with something else than it began with."""
+    then = run.environment
+    for name in REQUIRED:
+        if (began := then.get(name)) != now[name]:
+            raise ResultsError(
+                f"{run.path} was begun with {name}={began}, now it is {now[name]}: go on with what it was begun with, or "
+                "force=true, which starts over and sets it aside"
+            )
 
 
 @contextmanager
@@ -74,8 +95,8 @@ def understood(run: RunDirectory) -> Iterator[None]:
 
 def _warn_of_changes(run: RunDirectory, now: dict) -> None:
     then = run.environment
-    if changed := [name for name in DECIDES if now[name] != then[name]]:
-        changes = ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in changed)
+    if changed := [name for name in DECIDES if now[name] != then.get(name)]:
+        changes = ", ".join(f"{name} was {then.get(name)} and is {now[name]}" for name in changed)
         warnings.warn(
             f"{run.path} goes on in another environment than it began in, so that its results may differ from those of an "
             f"uninterrupted run ({changes}): force=true starts over",
@@ -84,21 +105,21 @@ def _warn_of_changes(run: RunDirectory, now: dict) -> None:
 
 
 @contextmanager
-def telling_what_was_kept(run: RunDirectory) -> Iterator[None]:
-    """What ends the run inside says where it goes on."""
-    checkpoints = Checkpoints(run.checkpoint_path)
+def telling_what_was_kept(run: RunDirectory, forced: bool) -> Iterator[None]:
+    """What ends the run inside says where it goes on; the command that ``forced`` it would start over."""
+    checkpoints, command = Checkpoints(run.checkpoint_path), "the same command" + " without force=true" * forced
     try:
         yield
     except Stopped as stop:
         last = checkpoints.last_step
         how = "starts it again" if last is None else f"goes on from step {last}"
-        stop.args = (f"{run.path}: {stop}; the same command {how}",)
+        stop.args = (f"{run.path}: {stop}; {command} {how}",)
         raise
     except (TrainingError, PruningError) as error:
         lines = [str(error)]
         if (last := checkpoints.last_step) is not None:
             lines.append(
-                f"The last good state, of step {last}, is in {checkpoints.folder}; the same command goes on from there, to the "
+                f"The last good state, of step {last}, is in {checkpoints.folder}; {command} goes on from there, to the "
                 "same end."
             )
         raise type(error)("\n".join([*lines, "A changed configuration is another run."])) from error

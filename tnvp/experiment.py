@@ -30,6 +30,7 @@ from tnvp.setup import (
     EVALUATION_BATCH,
     check_batch_of_one,
     check_events_fit,
+    data_digest,
     make_event,
     make_optimizer,
     make_pruner,
@@ -95,12 +96,13 @@ def run_in(place: Alone, config: Config) -> dict:
         if not config.force and place.of_first(complete_run(path) is not None):
             raise RunningElsewhere(f"{path} was run by another process until just now, and is complete")
         found = environment(str(device), config.seed, config_hash(config), trunk_hash(config))
-        directory, saved = begin(folder, to_dict(config), found | {"processes": place.count}, anew=config.force)
+        found |= {"processes": place.count, "data": data_digest(images)}
+        directory, saved = begin(folder, to_dict(config), found, anew=config.force)
         saved = place.of_first(saved)
         tracker = start_tracking(config, directory, saved and saved["tracker"]) if place.leads else tracking.Tracker()
         complete = False
         try:
-            with telling_what_was_kept(done), Interrupts().handled() as interrupts:
+            with telling_what_was_kept(done, config.force), Interrupts().handled() as interrupts:
                 summary = Study(config, images, pruner, directory, tracker, interrupts, place).run(saved)
             complete = True
         finally:
@@ -220,13 +222,10 @@ class Study:
             self.warmup_steps = self.config.pruning.warmup_steps
 
     def path_of_trunk(self) -> Path:
-        images, found = self.images, self.directory.environment
+        found = self.directory.environment
         groups = [(g.name, g.producers, g.passengers, g.consumers, g.prunable) for g in self.pruner.groups]
-        splits = [tensor for split in (images.train, images.validation) for tensor in (split.images, split.labels)]
-        tensors = [*self.model.state_dict().values(), *splits, images.mean, images.std]
-        return trunk.trunk_path(
-            self.config.trunks, found["trunk_hash"], (found["device"], found["hardware"], groups), tensors
-        )
+        facts = (*(found[name] for name in ("data", "device", "hardware")), groups)
+        return trunk.trunk_path(self.config.trunks, found["trunk_hash"], facts, self.model.state_dict().values())
 
     def state(self, fit: Fit) -> dict:
         """All that the rest of the run depends on, after a step or an epoch, as plain data and tensors."""
@@ -249,6 +248,7 @@ class Study:
             "shared": self.pruner.watches_everything,
             "tracker": self.tracker.state(),
             "position": self.directory.position(),
+            "config_hash": config_hash(self.config),
         }
         if self.place.leads:
             self.checkpoints.write(fit.step, state)

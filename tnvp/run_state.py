@@ -1,7 +1,7 @@
 """The state of a run on disk: files of tensors and plain data, checked when they are read.
 
 A trunk is one such file. A run that is at work keeps two in its checkpoint folder, the last good state and the one before,
-each named ``<step>-<digest of its bytes>.pt``.
+each named by its step.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,26 +19,34 @@ from torch import Tensor
 
 from tnvp.run_directory import set_aside, write_atomically
 
-FORMAT = "tnvp-run-1"
+FORMAT = "tnvp-run-2"
 KEPT = 2  # the last state and the one before
 DAMAGED = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, LookupError, TypeError)
 
 
 def write_state(path: Path, content: dict, form: str) -> None:
-    """Write ``content``, tensors and plain data, under the name of its format."""
-    write_atomically(path, lambda file: torch.save({"format": form, **content}, file))
+    """Write ``content``, tensors and plain data, behind a line of its format and the digest of its bytes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = buffer.getbuffer()
+    write_atomically(path, lambda file: file.writelines([_head(form, data), data]))
 
 
 def read_state(path: Path, form: str) -> dict:
-    """What `write_state` wrote, tensors on the CPU. Raises one of DAMAGED where it is not that, whole."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    if content["format"] != form:
-        raise ValueError(f"format {content['format']!r}")
-    return content
+    """What `write_state` wrote, tensors on the CPU. Raises one of DAMAGED where it is not that, bit for bit."""
+    head, end, data = path.read_bytes().partition(b"\n")
+    if head + end != _head(form, data):
+        raise ValueError("its format or its checksum is another")
+    file = io.BytesIO(data)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _head(form: str, data: bytes | memoryview) -> bytes:
+    return f"{form} {hashlib.sha256(data).hexdigest()}\n".encode()
 
 
 class Checkpoints:
-    """The states in one folder, named by step and checksum."""
+    """The states in one folder, named by step."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -47,39 +54,38 @@ class Checkpoints:
     @property
     def last_step(self) -> int | None:
         """The step of the newest file, whole or not."""
-        return int(self.paths()[0].stem.partition("-")[0]) if self.paths() else None
+        return int(self.paths()[0].stem) if self.paths() else None
 
     def paths(self) -> list[Path]:
         """The files there, the newest first."""
-        named = [path for path in self.folder.glob("*.pt") if re.fullmatch(r"\d+-[0-9a-f]+", path.stem)]
-        return sorted(named, key=lambda path: int(path.stem.partition("-")[0]), reverse=True)
+        named = [path for path in self.folder.glob("*.pt") if path.stem.isdecimal()]
+        return sorted(named, key=lambda path: int(path.stem), reverse=True)
 
     def write(self, step: int, content: dict) -> None:
         """Keep the state of ``step``, and the newest before it. A full disk costs the checkpoint, not the run: a warning."""
-        buffer = io.BytesIO()
-        torch.save({"format": FORMAT, **content}, buffer)
-        path = self.folder / f"{step:09d}-{_digest(buffer.getbuffer())}.pt"
+        path = self.folder / f"{step:09d}.pt"
         try:
-            write_atomically(path, lambda file: file.write(buffer.getbuffer()))
+            write_state(path, content, FORMAT)
         except OSError as error:
             warnings.warn(f"the checkpoint {path} can't be kept ({error}): the one before stays the last", stacklevel=2)
             return
         for old in self.paths()[KEPT:]:
             old.unlink(missing_ok=True)
 
-    def newest(self, fits: Callable[[dict], bool]) -> dict | None:
-        """The newest state that is whole and ``fits`` the run's other files; None without one. Others are set aside, with a warning."""
+    def newest(self, trouble: Callable[[dict], str]) -> dict | None:
+        """The newest state that is whole and has no ``trouble`` with the run's other files; None without one.
+
+        Others are set aside, with a warning.
+        """
         for path in self.paths():
             try:
-                if path.stem.partition("-")[2] != _digest(path.read_bytes()):
-                    raise ValueError("its checksum is another")
                 state = read_state(path, FORMAT)
-                if not fits(state):
-                    raise ValueError("records from before it are missing")
+                if why := trouble(state):
+                    raise ValueError(why)
                 return state
             except DAMAGED as error:
                 aside = set_aside(path)
-                warnings.warn(f"the checkpoint {path} is damaged ({error}): set aside as {aside.name}", stacklevel=2)
+                warnings.warn(f"the checkpoint {path} can't be used ({error}): set aside as {aside.name}", stacklevel=2)
         return None
 
     def remove(self) -> None:
@@ -87,8 +93,13 @@ class Checkpoints:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _digest(data: bytes | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """12 hex digits that change with any type, shape or byte of the tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:12]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

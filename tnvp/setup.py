@@ -20,12 +20,19 @@ from tnvp.pruning import Pruner
 from tnvp.pruning.calibration import running_norms
 from tnvp.pruning.schedule import Cubic
 from tnvp.run_directory import RunDirectory
+from tnvp.run_state import digest_of
 from tnvp.schema import ActivePruning, Gradual, Scratch, Threshold
 from tnvp.training import OPTIMIZERS, Alone
 
 CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
 
 EVALUATION_BATCH = 256  # images a batch in eval mode: validation, test, calibration
+
+
+def data_digest(images: data.Data) -> str:
+    """Changes with any pixel, label or their split."""
+    splits = [s for split in (images.train, images.validation, images.test) for s in (split.images, split.labels)]
+    return digest_of([*splits, images.mean, images.std])
 
 
 def check_events_fit(config: Config, steps_per_epoch: int) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tnvp import locks
 from tnvp.run_directory import set_aside
-from tnvp.run_state import DAMAGED, read_state, write_state
+from tnvp.run_state import DAMAGED, digest_of, read_state, write_state
 from tnvp.training import Callback, Fit
 
 PACKAGE = Path(__file__).resolve().parent
-FORMAT = "tnvp-trunk-3"
+FORMAT = "tnvp-trunk-4"
 CODE = (
     "data.py",
     "events.py",
@@ -41,8 +41,8 @@ PACKAGES = ("models", "pruning")
 def trunk_path(folder: str | Path, trunk_hash: str, facts: Iterable[object], tensors: Iterable[Tensor]) -> Path:
     """<folder>/<trunk hash>-<digest of what no configuration tells>.pt.
 
-    ``tensors``: initial weights and data. ``facts``: what else decides, such as device and groups, by their repr. The code
-    of training and recording and torch's version count too.
+    ``tensors``: initial weights. ``facts``: what else decides, such as data, device and groups, by their repr. The code of
+    training and recording and torch's version count too.
     """
     digest = hashlib.sha256(repr((FORMAT, torch.__version__, torch.get_num_threads(), *facts)).encode())
     sources = [
@@ -51,9 +51,7 @@ def trunk_path(folder: str | Path, trunk_hash: str, facts: Iterable[object], ten
     ]
     for path in sorted(sources):
         digest.update(path.read_bytes())
-    for tensor in tensors:
-        digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest.update(digest_of(tensors).encode())
     return Path(folder) / f"{trunk_hash}-{digest.hexdigest()[:12]}.pt"
 
 
