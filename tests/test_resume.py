@@ -341,7 +341,7 @@ def test_a_checkpoint_of_another_run_or_of_other_data_is_not_used(tmp_path, monk
     shutil.copy(theirs.paths()[0], mine.folder / "000000999.pt")
     with monkeypatch.context() as patch:
         patch.setattr(experiment, "data_digest", lambda images: "others")
-        with pytest.warns(UserWarning, match="of another run"), pytest.raises(ResultsError, match="data=.*force=true"):
+        with pytest.warns(UserWarning, match="of another run"), pytest.raises(ResultsError, match=r"data=.*force=true"):
             experiment.run(config)
     assert mine.paths() == before
     config_path = RunDirectory(experiment.run_path(config)).config_path
