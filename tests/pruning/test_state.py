@@ -1,6 +1,8 @@
 """A pruner's state takes a fresh network, its optimizer and its averaged copies to where the old ones were, bit for bit."""
 
+import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ NETWORKS = {
         (3, 8, 8),
     ),
 }  # fmt: skip
+INPUT = torch.zeros(2, 7, dtype=torch.float64)
 
 
 class Loop:
@@ -130,16 +133,183 @@ def test_a_loop_goes_on_bit_for_bit_wherever_it_was_stopped(network, optimizer, 
         assert after.pruner.reductions() == whole.pruner.reductions()
 
 
-def test_a_state_of_another_network_is_refused_and_changes_nothing():
-    state = Loop("mlp", "sgd").pruner.state()
-    with pytest.raises(PruningError, match="lacks"):
-        Loop("convolutions", "sgd").pruner.restore(state)
-    wider = tnvp.Pruner(mlp((7, 20, 9, 4), dropout=0.2, norm=True), example_inputs=torch.zeros(2, 7)).state()
-    loop = Loop("mlp", "sgd")
-    weights = [p.clone() for p in loop.model.parameters()]
-    with pytest.raises(PruningError, match=r"group '0' of 11 neurons does not fit"):
-        loop.pruner.restore(wider)
-    assert all(map(torch.equal, weights, loop.model.parameters()))
+def prunable(model=None, **options) -> tnvp.Pruner:
+    """A pruner of the network [7, 11, 9, 4] in double precision: prunable groups of 11 and 9 neurons."""
+    torch.manual_seed(0)
+    return tnvp.Pruner(model or mlp().double(), example_inputs=INPUT, **options)
+
+
+def watch(pruner: tnvp.Pruner, seeds: range, scale: float = 1.0) -> None:
+    with pruner.record():
+        for seed in seeds:
+            pruner.model(scale * torch.randn(6, 7, generator=torch.Generator().manual_seed(seed)).double())
+
+
+def pruned(**options) -> tnvp.Pruner:
+    """One that cut, masked, closed a window and recorded on."""
+    pruner = prunable(**options)
+    watch(pruner, range(3))
+    pruner.close_window(3)
+    pruner.prune(sparsity=0.3)
+    pruner.prune(sparsity=0.5, mode="mask")
+    watch(pruner, range(3, 5))
+    return pruner
+
+
+def assert_refused(pruner: tnvp.Pruner, state, match: str) -> None:
+    """By one PruningError; the network and its pruner are as before."""
+    weights, before = copy.deepcopy(pruner.model.state_dict()), copy.deepcopy(pruner.state())
+    with pytest.raises(PruningError, match=match):
+        pruner.restore(state)
+    assert_equal(pruner.model.state_dict(), weights)
+    assert_equal(pruner.state(), before)
+
+
+OTHERS = {
+    "another architecture": lambda: tnvp.Pruner(convnet(), example_inputs=torch.zeros(2, 3, 16, 16)),
+    "wider": lambda: prunable(mlp((7, 20, 9, 4)).double()),
+    "narrower": lambda: prunable(mlp((7, 10, 9, 4)).double()),
+    "deeper": lambda: prunable(mlp((7, 11, 9, 5, 4)).double()),
+    "fewer groups": lambda: prunable(ignore=["0"]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_other_groups_is_refused_either_way_and_changes_nothing(other):
+    one, another = prunable(), OTHERS[other]()
+    assert_refused(one, another.state(), r"another network, or its pruner had other groups or ignore: group '\w+'")
+    assert_refused(
+        another, prunable().state(), r"another network, or its pruner had other groups or ignore: group '\w+'"
+    )
+
+
+def test_a_pruned_wider_network_is_not_taken_for_this_one():
+    """Its indices alone would fit."""
+    wider = prunable(mlp((7, 20, 18, 4)).double())
+    wider.model[0].weight.data[6:] = 0
+    watch(wider, range(3))
+    wider.prune(sparsity=0.8)
+    assert_refused(prunable(), wider.state(), "has 20 neurons there and has 11 neurons here")
+
+
+def _set(*path):
+    """A damage: what stands at ``path`` but its last element becomes that."""
+    *keys, last, value = path
+
+    def damage(state: dict) -> None:
+        for key in keys:
+            state = state[key]
+        state[last] = value
+
+    return damage
+
+
+INDICES = {
+    "empty": torch.arange(0),
+    "negative": torch.tensor([-1, 2, 3]),
+    "duplicate": torch.tensor([1, 1, 2]),
+    "unsorted": torch.tensor([3, 1]),
+    "out of range": torch.tensor([1, 99]),
+    "float": torch.tensor([0.0, 1.0]),
+    "boolean": torch.ones(11, dtype=torch.bool),
+    "of two dimensions": torch.tensor([[1, 2]]),
+    "a list": [1, 2],
+}
+GROUP, STREAM = "0", ("2", "in", "value")
+DAMAGES = {
+    **{f"kept {what}": _set("kept", GROUP, index) for what, index in INDICES.items()},
+    **{f"masked {what}": _set("masked", GROUP, index) for what, index in INDICES.items()},
+    **{f"without {part}": lambda state, part=part: state.pop(part) for part in prunable().state()} ,
+    **{f"{part} of another type": _set(part, 3.0) for part in prunable().state()},
+    "kept of an unknown group": _set("kept", "nope", torch.arange(3)),
+    "masked of an unknown group": _set("masked", {"nope": torch.arange(3)}),
+    "masked of one group only": lambda state: state["masked"].pop(GROUP),
+    "kept others than were recorded": _set("kept", GROUP, torch.arange(8)),
+    "added to an unknown layer": _set("added", ["nope.bias"]),
+    "added without a name": _set("added", [3]),
+    "random of another length": _set("random", torch.zeros(3, dtype=torch.uint8)),
+    "random of floats": _set("random", torch.zeros(5056)),
+    "moments of fewer neurons": _set("recorded", "current", STREAM, "mean", torch.zeros(3)),
+    "moments without deviations": _set("recorded", "current", STREAM, "_m2", None),
+    "moments of integers": _set("recorded", "current", STREAM, "mean", torch.zeros(8, dtype=torch.int64)),
+    "moments of a negative count": _set("recorded", "totals", "cumulative", STREAM, "count", -1),
+    "moments of no count": _set("recorded", "current", STREAM, "count", None),
+    "moments of two names": _set("recorded", "current", STREAM, {"count": 0, "mean": None}),
+    "moments of nothing": _set("recorded", "current", STREAM, None),
+    "covariance of fewer neurons": _set("recorded", "covariances", STREAM[:2], "_comoment", torch.zeros(3, 3)),
+    "covariance at no locations": _set("recorded", "covariances", STREAM[:2], "locations", 0),
+    "windows of another type": _set("recorded", "totals", "cumulative", []),
+    "batches of another type": _set("recorded", "batches", "many"),
+    "a short row of the trace": _set("recorded", "traces", "activation", [(1, "0")]),
+    "a row of two lengths": _set(
+        "recorded", "traces", "activation", [(1, "0", torch.arange(2), torch.zeros(3), torch.zeros(3), 6)]
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_state() -> dict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pruned(criterion="obs").state()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, whole_state):
+    state = copy.deepcopy(whole_state)
+    DAMAGES[damage](state)
+    assert_refused(prunable(criterion="obs"), state, "the state is damaged or of another network: .* give restore")
+
+
+@pytest.mark.parametrize("part", ["traces", "current", "totals", "covariances", "ids", "batches"])
+def test_a_record_that_lacks_a_part_is_refused_and_changes_nothing(part, whole_state):
+    state = copy.deepcopy(whole_state)
+    del state["recorded"][part]
+    assert_refused(prunable(criterion="obs"), state, f"lacks '{part}'")
+
+
+def test_what_is_no_state_is_refused():
+    assert_refused(prunable(), ["kept"], "it is list, not a dictionary")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"criterion": "obs"}, {"criterion": "obs", "window": "ema"}, {}])
+def test_a_state_stays_as_it_was_restored_whatever_is_recorded_after(options):
+    giver, first, second = pruned(**options), prunable(**options), prunable(**options)
+    state = giver.state()
+    before = copy.deepcopy(state)
+    first.restore(state)
+    watch(first, range(5, 9), scale=9.0)
+    assert_equal(state, before)
+    second.restore(state)
+    watch(giver, range(5, 9), scale=9.0)
+    assert_equal(second.state(), before)
+
+
+@pytest.mark.parametrize("what", [lambda p, state: p.restore(state), lambda p, state: p.watch_everything()])
+def test_a_recording_is_not_replaced_while_it_goes_on(what):
+    giver, pruner = prunable(), prunable()
+    watch(giver, range(3))
+    with pruner.record():
+        with pytest.raises(PruningError, match="leave the record"):
+            what(pruner, giver.state())
+        pruner.model(INPUT)
+    assert pruner.state()["recorded"]["batches"] == 1
+    what(pruner, giver.state())
+    with pruner.record():
+        pruner.model(INPUT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"criterion": "obs"}, {"compensation": "affine"}])
+def test_a_covariance_of_some_batches_only_is_not_taken_for_that_of_all(options):
+    giver, pruner = prunable(), prunable(**options)
+    watch(giver, range(3))
+    pruner.restore(giver.state())
+    watch(pruner, range(3, 6))
+    with pytest.raises(PruningError, match=r"covariance at '2' was recorded of 18 of 36 samples.*calibration"):
+        pruner.prune(sparsity=0.5)
+    pruner.prune(sparsity=0.5, calibration=[torch.randn(30, 7).double()])
 
 
 def test_only_a_fresh_pruner_can_be_restored():

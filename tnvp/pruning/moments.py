@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .errors import PruningError
+from .errors import PruningError, damaged
 
 
 def as_samples(x: Tensor, dim: int = -1) -> Tensor:
@@ -105,6 +105,33 @@ class Moments:
         """In place, as [U, U] may be large: S ← mine·S + its·S' + between·δδᵀ, where δδᵀ is summed over locations."""
         shift = delta.unflatten(0, (-1, self.locations))
         self._comoment.addmm_(shift, shift.T, beta=mine, alpha=between).add_(other._comoment, alpha=its)
+
+    @classmethod
+    def restored(cls, values: dict, size: int, device: torch.device) -> Moments:
+        """A copy, on ``device``, of the moments [N = ``size``] whose ``vars`` are ``values``. Raises where these are none."""
+        new = cls()
+        if values.keys() != vars(new).keys():
+            raise damaged(f"{sorted(values)} were recorded where {sorted(vars(new))} should be")
+        for name, usual in vars(new).items():
+            value = values[name]
+            if not isinstance(value, Tensor | None if usual is None else type(usual)):
+                raise damaged(f"{name} of what was recorded is {value!r}")
+        vars(new).update({k: v.to(device, copy=True) if isinstance(v, Tensor) else v for k, v in values.items()})
+        new._require_shapes(size)
+        return new
+
+    def _require_shapes(self, size: int) -> None:
+        if self.count < 0 or self.locations < 1 or size % self.locations:
+            raise damaged(f"{self.count} samples at {self.locations} locations of {size} neurons were recorded")
+        features = size // self.locations
+        shapes = {"mean": (size,), "_m2": (size,)}
+        if self.tracks_covariance:
+            shapes["_comoment"] = (features, features)
+        for name, shape in shapes.items() if self.count else ():
+            found = getattr(self, name)
+            if found is None or found.shape != shape or not found.is_floating_point():
+                its = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise damaged(f"{name.strip('_')} of what was recorded is {its} and should be floats {list(shape)}")
 
     @property
     def variance(self) -> Tensor | None:

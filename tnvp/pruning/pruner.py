@@ -28,7 +28,7 @@ from .channels import (
 from .compensation import COMPENSATIONS, StandIn, replacing, stand_ins, uniform_stand_ins
 from .cost import Savings, parameter_count
 from .criteria import CRITERIA
-from .errors import PruningError, choose
+from .errors import PruningError, choose, damaged
 from .evidence import COUPLINGS, evidence_for
 from .floors import with_floors
 from .graph import find_groups
@@ -46,6 +46,7 @@ from .ranks import fingerprint, gathered, require_alike, require_bare, several
 from .recorder import WINDOWS, Recorder, TraceRow
 from .report import PruneReport, group_report
 from .selection import Kept, Limits, Scores, keep_by_reduction, keep_by_sparsity, keep_by_threshold, one_budget
+from .state import read_state
 from .surgery import MODES, Cuts, check_masked, cuts_for, execute, plan, positions_read
 from .trial import failing
 
@@ -160,9 +161,10 @@ class Pruner:
     def watch_everything(self, on: bool = True) -> None:
         """From now on record what a pruner of any criterion, compensation and window may ask, so that it can go on from here.
 
-        Before anything is recorded; what was is forgotten. Covariances are left to calibration batches. ``on=False`` ends it:
+        Outside `record`, before anything is recorded; what was is forgotten. Covariances are left to calibration batches. ``on=False`` ends it:
         of what was recorded, the part that this pruner asks for stays.
         """
+        self._require_closed("watch_everything()")
         before, self._recorder = self._recorder, self._new_recorder(wide=on)
         if not on:
             self._recorder.restore(before.state())
@@ -181,6 +183,7 @@ class Pruner:
         """
         here = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return {
+            "sizes": dict(self._original),
             "kept": dict(self._recorder.ids),
             "masked": dict(self._alive),
             "added": sorted(here - self._born),
@@ -194,24 +197,31 @@ class Pruner:
         Repeats the cuts, masks and new biases on the model, the optimizer and the averaged copies, so that the state_dicts
         saved beside ``state`` fit, to be loaded next: of the model and the copies, then, once it is made anew, of a
         learning-rate schedule, then of the optimizer. Values are theirs to bring. What was recorded is taken over in the part that this
-        pruner's criterion, compensation and window ask for.
+        pruner's criterion, compensation and window ask for. ``state`` is copied, and stays as it is.
 
         Raises:
-            PruningError: ``state`` is of another network, or this one was pruned before. Nothing is changed then.
+            PruningError: ``state`` is damaged, of another network or of a pruner with other groups, or lacks what this one
+                watches; this one was pruned before, or a `record` block is open. Nothing is changed then.
         """
+        self._require_closed("restore()")
         if self.widths != self._original:
             raise PruningError("restore() needs a network that nothing was removed from: build it and its Pruner anew")
-        kept, masked = state["kept"], state["masked"]
+        found = read_state(state, self._original, self.model)
+        if not isinstance(state.get("recorded"), dict):
+            raise damaged("it lacks what was recorded")
+        kept, masked, added = found["kept"], found["masked"], found["added"]
         recorder = self._new_recorder(self._recorder.wide)
-        recorder.restore(state["recorded"])
-        for name, size in self._original.items():
-            if name not in kept or (len(kept[name]) and int(kept[name].max()) >= size):
-                raise PruningError(f"the state is of another network: group {name!r} of {size} neurons does not fit it")
-        self._repeat(kept, state["added"], "rebuild")
+        recorder.restore(state["recorded"], kept, cuts_for(self.groups, kept))
+        self._repeat(kept, added, "rebuild")
         if masked:
-            self._repeat(masked, state["added"], "mask")
-        self._generator.set_state(state["random"])
-        self._recorder = recorder
+            self._repeat(masked, added, "mask")
+        self._generator, self._recorder = found["random"], recorder
+
+    def _require_closed(self, what: str) -> None:
+        if self._recorder.is_recording:
+            raise PruningError(
+                f"{what} would end the recording of the open record() block: leave the record() block first"
+            )
 
     def _repeat(self, kept: Kept, added: list[str], mode: str) -> None:
         """One event in the place of all that led to ``kept``, with any numbers in the biases that they added."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .attention import explicit_attention
 from .channels import NeuronGroup
-from .errors import PruningError
+from .errors import PruningError, damaged
 from .layers import ATTENTION, channel_dim, kind_of, layer_input, tensor_of
 from .moments import DecayingMoments, Moments
 from .ranks import gathered, several
@@ -279,6 +279,11 @@ class Recorder:
         return locations if positions // locations <= LARGEST_COVARIANCE else None
 
     @property
+    def is_recording(self) -> bool:
+        """Whether a `record` block is open."""
+        return self._block is not None
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded yet, or since the last `forget`."""
         return all(self.moments(signal).count == 0 for signal in self._signals)
@@ -316,8 +321,18 @@ class Recorder:
                 f"{count} samples of the covariance at {layer!r} were recorded and it needs at least 2: run your loop "
                 "inside `with pruner.record():`, or pass prune(calibration=…)"
             )
+        self._require_whole(layer, count)
         moments.require_finite(layer)
         return moments.covariance, moments.locations
+
+    def _require_whole(self, layer: str, count: int) -> None:
+        """A covariance of some batches and a mean of more would tell of two networks."""
+        whole = self.moments((layer, "in")).count
+        if count < whole:
+            raise PruningError(
+                f"the covariance at {layer!r} was recorded of {count} of {whole} samples: a state restored lacks those of the "
+                "others, or record(covariance=False) left them out; pass prune(calibration=…)"
+            )
 
     def neuron_moments(self, group: NeuronGroup, kind: str) -> Moments | None:
         """Per-neuron moments [N] of "activation" or "preactivation", each neuron's at the first layer that has it."""
@@ -398,25 +413,54 @@ class Recorder:
             "covariances": _plain(self._covariances),
         }
 
-    def restore(self, state: dict) -> None:
-        """Go on from the `state` of a recorder of this network, as it is now; what is not watched here is left out.
+    def restore(
+        self, state: dict, ids: dict[str, Tensor] | None = None, cuts: dict[Signal, Tensor] | None = None
+    ) -> None:
+        """Go on from a copy of the `state` of a recorder of this network; what is not watched here is left out.
 
-        Raises PruningError where it was of other groups or lacks what is watched here.
+        The network is as it is now or, given ``ids`` and ``cuts``, as it will be once these neurons and positions alone stay.
+        Raises PruningError where it was of other groups, is damaged or lacks what is watched here; this recorder is of no use then.
         """
         device = next(self.model.parameters()).device
+        sizes = {signal: self._positions(signal, cuts or {}) for signal in self._signals}
+
+        def read(kind: type[Moments], table: dict) -> dict[Stream, Moments]:
+            return {stream: kind.restored(table[stream], sizes[stream[:2]], device) for stream in self._current}
+
         try:
-            self._traces = {kind: [TraceRow(*row) for row in state["traces"][kind]] for kind in self._traces}
-            self._current = {s: _moments(Moments, state["current"][s], device) for s in self._current}
-            self._totals = {
-                window: {s: _moments(TOTALS[window], state["totals"][window][s], device) for s in total}
-                for window, total in self._totals.items()
-            }
-            self.ids = {name: state["ids"][name] for name in self.ids}
+            self._traces = {kind: [_row(row) for row in state["traces"][kind]] for kind in self._traces}
+            self._totals = {window: read(TOTALS[window], state["totals"][window]) for window in self._totals}
+            self._current = read(Moments, state["current"])
+            found = state["covariances"] if "covariance" in self.kinds else {}
+            kind = TOTALS[self.window]
+            self._covariances = {signal: kind.restored(v, sizes[signal], device) for signal, v in found.items()}
+            self._restore_ids(state["ids"], ids or self.ids)
+            self.batches = state["batches"]
         except KeyError as error:
             raise PruningError(f"what was recorded does not fit this recorder: it lacks {error}") from error
-        found = state["covariances"].items()
-        self._covariances = {s: _moments(TOTALS[self.window], values, device) for s, values in found}
-        self.batches = state["batches"]
+        except (AttributeError, TypeError) as error:
+            raise damaged(f"what was recorded can't be read ({error})") from error
+        if type(self.batches) is not int or self.batches < 0:
+            raise damaged(f"it counts {self.batches!r} batches")
+
+    def _positions(self, signal: Signal, cuts: dict[Signal, Tensor]) -> int:
+        """P of a layer's dimension, after the ``cuts``."""
+        return len(cuts.get(signal, next(group.maps[signal] for group in self.groups if signal in group.maps)))
+
+    def _restore_ids(self, found: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
+        for name, expected in ids.items():
+            if not torch.equal(found[name].cpu(), expected):
+                raise damaged(
+                    f"what was recorded is of the neurons {found[name].tolist()} of group {name!r}, and others are left"
+                )
+        self.ids = {name: index.clone() for name, index in ids.items()}
+
+
+def _row(values: tuple) -> TraceRow:
+    row = TraceRow(*values)
+    if not row.neuron.shape == row.mean.shape == row.variance.shape:
+        raise damaged(f"the trace of group {row.group!r} at step {row.step!r} has columns of several lengths")
+    return row
 
 
 def _plain(table: dict) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..atoms import varying
 
@@ -37,6 +37,9 @@ def unknown(walk: Walk, node: fx.Node, result) -> None:
             return walk.block_inputs(
                 node, f"goes through {name}: call remove_parametrizations first, register them anew after"
             )
+        if isinstance(module, nn.RNNBase) and not module.bias:
+            why = "has no bias to take over what a removed neuron was: make it with bias=True"
+            return walk.block_inputs(node, f"is read by {node.target} ({name}), which {why}")
     else:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return walk.block_inputs(node, f"goes through {name} ({node.name}), which is not understood")
