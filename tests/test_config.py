@@ -471,7 +471,7 @@ def test_an_interrupt_ends_a_sweep(command):
     assert status == 130 and len(command.ran) == 1 and "Traceback" not in err
     assert err.splitlines()[-3:] == [
         "2 runs: 2 not finished",
-        "  not finished  seed=0  (broken off: its process ended)",
+        "  not finished  seed=0  (interrupted)",
         "  not finished  seed=1  (not started)",
     ]
 

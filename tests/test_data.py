@@ -713,6 +713,13 @@ def test_a_file_that_is_no_image_is_named(damage, content, tmp_path):
         load_folder(tmp_path)
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    path = make_images(tmp_path) / "test" / "dog" / "pipe.png"
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{path} is no regular file. Replace or delete it"):
+        load_folder(tmp_path)
+
+
 def test_pixels_stay_where_the_file_has_them_whatever_exif_says(tmp_path):
     folder = make_images(tmp_path)
     image = Image.new("RGB", (9, 9))

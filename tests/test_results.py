@@ -501,18 +501,20 @@ def test_what_two_seeds_share_does_not_widen_their_difference(tmp_path):
 
 def test_other_columns_are_paired_too_each_criterion_apart(tmp_path, capsys):
     for criterion in ("variance", "l1"):
-        for seed in range(2):
+        for seed in range(3):
             for how, accuracy in (("affine", 95.0), ("mean", 90.0 + seed)):
                 whole = config(criterion, seed=seed, pruning__compensation=how)
                 path = tmp_path / "runs" / f"{criterion}{seed}{how}"
                 write_run(path, whole, streams=False, test_accuracy=accuracy, compensation=how)
     runs = tmp_path / "runs"
     found = results.paired(results.table(runs), "affine", "mean", by="compensation")
-    assert found[["criterion", "n", "difference"]].values.tolist() == [["l1", 2, 4.5], ["variance", 2, 4.5]]
+    assert found[["criterion", "n", "difference"]].values.tolist() == [["l1", 3, 4.0], ["variance", 3, 4.0]]
     again = results.paired(results.table(runs), "affine", "mean", by="config.pruning.compensation")
     pd.testing.assert_frame_equal(found, again)
     assert results.main([str(runs), "--paired", "affine", "mean", "--by", "compensation"]) == 0
-    assert "affine - mean, at the end" in (said := capsys.readouterr().out) and "4.50 ± 6.35" in said
+    assert "affine - mean, at the end" in (said := capsys.readouterr().out) and "4.00 ± 2.48" in said
+    two = results.table(runs).query("seed < 2")
+    assert "4.50" in (said := results.describe_paired(two, "affine", "mean", "compensation")) and "0 ± " not in said
     assert results.main([str(runs), "--csv", str(tmp_path / "all.csv")]) == 0
     assert results.main([str(tmp_path / "all.csv"), "--paired", "affine", "nonsense", "--by", "compensation"]) == 2
     assert "no run has compensation nonsense; there are affine, mean" in capsys.readouterr().err

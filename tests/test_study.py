@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from datetime import date
 from pathlib import Path
 
 import hydra
@@ -161,12 +162,58 @@ def test_points_are_those_that_hydra_sweeps_over():
         ({"figures": {"accuracy": "accuracy_by_setting"}}, "accuracy_by_setting needs the columns that name a setting"),
         ({"figures": {"accuracy": "accuracy_vs_cost seed"}}, "accuracy_vs_cost takes no columns"),
         ({"sweeps": [{"base": [], "axes": {"seed": 3}}]}, "the axis seed needs a list of values"),
+        ({"sweeps": []}, "sweeps is empty"),
+        ({"sweeps": [{1: []}]}, r"sweeps\[0\] needs the keys base, axes; it has 1"),
+        *(
+            ({"sweeps": [{"base": [entry], "axes": {}}]}, f"entry {entry!r} of base")
+            for entry in (1, None, {"a": 1}, "-m")
+        ),
+        ({"sweeps": [{"base": [], "axes": {1: [0]}}]}, "the axis 1 must be a key"),
+        ({"sweeps": [{"base": [], "axes": {"seed": [0, {"a": 1}]}}]}, "the axis seed can't take {'a': 1}"),
+        (
+            {"sweeps": [{"base": [], "axes": {"seed": [[date(2026, 1, 1)]]}}]},
+            r"the axis seed can't take \[datetime.date",
+        ),
+        ({"figures": {"../accuracy": "accuracy_vs_sparsity"}}, "the figure name '../accuracy'"),
+        ({"figures": {1: "accuracy_vs_sparsity"}}, "the figure name 1 "),
     ],
 )
 def test_a_bad_declaration_is_named(changes, message, tmp_path):
-    declare(tmp_path, **changes)
-    with pytest.raises(study.StudyError, match=message):
+    path = declare(tmp_path, **changes)
+    with pytest.raises(study.StudyError, match=f"^{path}.*{message}"):
         study.read("mine", tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\tx", b"question: [q", b"question: 2026-06-31"])
+def test_a_declaration_that_is_no_yaml_is_named(content, tmp_path):
+    path = declare(tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(study.StudyError, match=f"^{path} is no YAML"):
+        study.read("mine", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("action", "base", "axes", "more", "message"),
+    [
+        ("run", [], {"sed": [0]}, [], "unknown key sed: did you mean seed?"),
+        ("run", [], {"seed": ["x"]}, [], "seed: Value 'x'"),
+        ("run", [], {"seed": [float("nan")]}, [], "seed: Value 'nan'"),
+        ("run", [], {"seed=1 ": [0]}, [], "'seed=1 =0' can't be read"),
+        ("run", [], {"pruning": ["twice"]}, [], "pruning=twice is not one of"),
+        ("run", ["model=mlp,tutorial_cnn"], {}, [], "'model=mlp,tutorial_cnn': what varies goes into axes"),
+        ("run", ["seed=range(2)"], {}, [], "'seed=range(2)'"),
+        ("publish", [], {}, ["seed=0,1"], "'seed=0,1': what varies goes into axes"),
+        ("publish", [], {}, ["sed=0"], "unknown key sed"),
+    ],
+)
+def test_a_mistake_that_only_hydra_sees_is_one_message(action, base, axes, more, message, tmp_path, capsys):
+    path = declare(tmp_path, sweeps=[{"base": ["experiment=digits", *base], "axes": axes}])
+    where = [f"runs={tmp_path}/runs", "--experiments", str(tmp_path)]
+    assert study.main([action, "mine", *more, *where]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {path}, the run experiment=digits") and message in said
+    assert said.count("\n") == 1 and "--multirun" not in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_study_that_is_not_there_is_told_with_those_that_are(tmp_path, capsys):

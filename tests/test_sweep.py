@@ -87,6 +87,14 @@ def test_sweeps_of_one_moment_have_folders_of_their_own(tmp_path):
     assert len(set(folders)) == 8 and all(folder.is_dir() for folder in folders)
 
 
+@pytest.mark.parametrize("parent", ["a link that leads nowhere", "a file"])
+def test_a_folder_that_can_not_be_made_is_an_error(parent, tmp_path):
+    runs = tmp_path / "runs"
+    runs.write_text("") if parent == "a file" else runs.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match=str(runs)):
+        sweep.own_folder(runs / ".sweeps" / "now")
+
+
 def test_a_run_is_elsewhere_while_its_process_lives(tmp_path):
     path = tmp_path / "run"
     ready, process = multiprocessing.get_context("fork").Pipe()

@@ -20,6 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tnvp.config import VERSION, Config, ConfigError, describe, not_a_choice, resolve
 
+# Of a bad configuration, for `explain`; Hydra has plain ValueErrors too.
+ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+
 
 class Plan(NamedTuple):
     """What the command line asks for, composed and checked."""

@@ -8,6 +8,7 @@ folder is only read.
 import contextlib
 import hashlib
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -116,6 +117,8 @@ def _list_images(folder: Path, classes: tuple[str, ...]) -> list[ImageFile]:
                 status = os.stat(path)
             except OSError as error:  # a link that leads nowhere
                 raise DataError(f"{path} can't be read: {error.strerror}. Replace or delete it.") from error
+            if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+                raise DataError(f"{path} is no regular file. Replace or delete it.")
             images.append(ImageFile(path, label, status.st_size, status.st_mtime_ns))
     return images
 

@@ -90,30 +90,54 @@ def read(name: str, experiments: Path = EXPERIMENTS) -> Study:
         known = ", ".join(study_names(experiments)) or "none"
         raise StudyError(f"there is no study {name!r} ({path}); there are: {known}")
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise StudyError(f"{path} is no YAML: {error}") from error
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise StudyError(f"{path} is no YAML in UTF-8: {error}") from error  # ValueError: other bytes, the 31st of June
     _check_keys(content, KEYS, str(path))
+    if not content["sweeps"]:
+        raise StudyError(f"{path}: sweeps is empty; it needs a sweep with the keys {', '.join(SWEEP_KEYS)}")
     for index, sweep in enumerate(content["sweeps"]):
-        _check_keys(sweep, SWEEP_KEYS, f"{path}, sweeps[{index}]")
-        if bad := [key for key, values in sweep["axes"].items() if not isinstance(values, list) or not values]:
-            raise StudyError(f"{path}, sweeps[{index}]: the axis {bad[0]} needs a list of values")
-    for figure in content["figures"].values():
-        _check_figure(figure, path)
+        _check_sweep(sweep, f"{path}, sweeps[{index}]")
+    for name, figure in content["figures"].items():
+        _check_figure(name, figure, path)
     sweeps = [Sweep(**sweep) for sweep in content["sweeps"]]
     return Study(path.parent, content["question"], content["figures"], sweeps)
 
 
 def _check_keys(values: Any, keys: dict[str, type], where: str) -> None:
     if not isinstance(values, dict) or set(values) != set(keys):
-        found = ", ".join(values) if isinstance(values, dict) else repr(values)
+        found = ", ".join(map(str, values)) if isinstance(values, dict) else repr(values)
         raise StudyError(f"{where} needs the keys {', '.join(keys)}; it has {found}")
     for key, kind in keys.items():
         if not isinstance(values[key], kind):
             raise StudyError(f"{where}: {key} must be a {kind.__name__}, not {values[key]!r}")
 
 
-def _check_figure(figure: str, path: Path) -> None:
+def _check_sweep(sweep: Any, where: str) -> None:
+    _check_keys(sweep, SWEEP_KEYS, where)
+    for entry in sweep["base"]:
+        if not isinstance(entry, str) or entry.startswith("-"):  # a flag such as -m is the command's, not a run's
+            raise StudyError(f"{where}: the entry {entry!r} of base is no override; write key=value, quoted")
+    for key, values in sweep["axes"].items():
+        if not isinstance(key, str):
+            raise StudyError(f"{where}: the axis {key!r} must be a key of the configuration, such as seed")
+        if not isinstance(values, list) or not values:
+            raise StudyError(f"{where}: the axis {key} needs a list of values")
+        if bad := [value for value in values if not _is_plain(value)]:
+            raise StudyError(
+                f"{where}: the axis {key} can't take {bad[0]!r}; values are text (quote a date), numbers, "
+                "true, false, null, or lists of these"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `text` knows how to say it."""
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
+
+
+def _check_figure(name: Any, figure: Any, path: Path) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise StudyError(f"{path}: the figure name {name!r} must be text of letters, digits, '.', '_' and '-'")
     kind, *columns = str(figure).split() or [""]
     if kind not in figures.KINDS:
         raise StudyError(f"{path}: figure {figure!r} is none of {', '.join(figures.KINDS)}")
@@ -128,13 +152,23 @@ def study_names(experiments: Path = EXPERIMENTS) -> list[str]:
 
 
 def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
-    """Where the run of each declared point is, or will be. Raises ConfigError for a point that can't be run."""
-    from tnvp.config import compose  # these take seconds, and figures do without
+    """Where the run of each declared point is, or will be. Raises StudyError for a point that can't be run."""
+    from tnvp.command_line import ERRORS, explain  # these take seconds, and figures do without
+    from tnvp.config import compose
     from tnvp.setup import run_path
 
-    more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
-    points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
-    paths = dict.fromkeys(run_path(config) for config in compose(REPOSITORY / "conf", points))
+    more = [word for word in extra if not re.match(r"\+*hydra[./]", word)]
+    paths = {}
+    for point in (point for sweep in study.sweeps for point in sweep.points()):
+        try:
+            (config,) = compose(REPOSITORY / "conf", [[*point, f"study={study.name}", *more]])
+        except ERRORS as error:
+            why = explain(error)
+            if "--multirun" in why:  # Hydra's advice, which is none for a study
+                what = why.splitlines()[0].removesuffix(" requires --multirun")
+                why = f"{what}: what varies goes into axes, as key: [value, value]"
+            raise StudyError(f"{study.folder / 'study.yaml'}, the run {' '.join([*point, *more])}: {why}") from error
+        paths[run_path(config)] = None
     return [RunDirectory(path) for path in paths]
 
 

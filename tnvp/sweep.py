@@ -8,6 +8,7 @@ All processes must see the same folders: on one machine, or through a shared fil
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -38,13 +39,15 @@ class Row(NamedTuple):
 
 
 def own_folder(wanted: str | Path) -> Path:
-    """Make a folder that no other sweep has: as wanted, or with -2, -3, … where the name is taken."""
+    """Make a folder that no other sweep has: as wanted, or with -2, -3, … where the name is taken. Raises OSError if none can be made."""
     path, n = Path(wanted).absolute(), 1
     while True:
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
+            if not os.path.lexists(path):  # it is a parent that exists, as a link that leads nowhere
+                raise
             n += 1
             path = path.with_name(f"{Path(wanted).name}-{n}")
 
