@@ -282,6 +282,12 @@ def recurrent(layer: type, **options):
     )
 
 
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_recurrent_layer_without_biases_says_what_it_lacks(layer):
+    (group,) = [g for g in tnvp.explain(recurrent(layer, bias=False), torch.randn(2, 5, 12)) if "a" in g.producers]
+    assert not group.prunable and f"rnn ({layer.__name__}), which has no bias" in group.reason
+
+
 def conv_recurrent():
     def forward(m, x):
         h = m.a(x).relu().flatten(1, 2).transpose(1, 2)
