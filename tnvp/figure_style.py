@@ -176,7 +176,9 @@ def provenance(runs: pd.DataFrame, command: str) -> str:
     """The end of a caption: how many runs, of which data, code and machine, and how to have them again."""
     commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
     hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
-    return f"{plural(len(runs), 'run')}, {data_name(runs)} test data, commit {commits}, {hardware}. Reproduce: {command}"
+    return (
+        f"{plural(len(runs), 'run')}, {data_name(runs)} test data, commit {commits}, {hardware}. Reproduce: {command}"
+    )
 
 
 def save(figure: Figure, path: str | Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:
