@@ -196,7 +196,7 @@ def test_a_declaration_that_is_no_yaml_is_named(content, tmp_path):
     ("action", "base", "axes", "more", "message"),
     [
         ("run", [], {"sed": [0]}, [], "unknown key sed: did you mean seed?"),
-        ("run", [], {"seed": ["x"]}, [], "seed: Value 'x'"),
+        ("run", [], {"seed": [0, "x", 1]}, [], "experiment=digits seed=x study=mine"),
         ("run", [], {"seed": [float("nan")]}, [], "seed: Value 'nan'"),
         ("run", [], {"seed=1 ": [0]}, [], "'seed=1 =0' can't be read"),
         ("run", [], {"pruning": ["twice"]}, [], "pruning=twice is not one of"),

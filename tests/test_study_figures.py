@@ -34,6 +34,13 @@ def test_costs_are_means_over_seeds_and_fall_to_the_right(table):
     assert flops.lines[0].get_xdata()[0] == pytest.approx(80000, rel=1e-3)
 
 
+def test_images_of_a_folder_are_named_after_it(table):
+    ours = table.assign(**{"config.dataset.name": "image_folder", "config.dataset.folder": "birds"})
+    ((title, figure),) = figures.of_table(ours, "accuracy_vs_cost", "").items()
+    assert title.startswith("image_folder, ") and "image_folder" not in (said := text(figure))
+    assert "cost: birds, " in said and "birds test data" in said
+
+
 def test_a_cost_that_no_run_has_is_not_drawn(table):
     assert len(figures.accuracy_vs_cost(table.assign(flops=pd.array([None] * len(table), "Int64"))).axes) == 1
 

@@ -165,12 +165,20 @@ def none_where(counts: Iterable[int]) -> str:
     return f", none where n < {LEAST_SEEDS}" if min(counts) < LEAST_SEEDS else ""
 
 
+def data_name(runs: pd.DataFrame) -> str:
+    """The data set of these runs; of images in class folders, the name of their folder."""
+    name = runs["config.dataset.name"].iloc[0]
+    folders = runs["config.dataset.folder"].unique() if "config.dataset.folder" in runs else []
+    return str(folders[0]) if name == "image_folder" and len(folders) == 1 else name
+
+
 def provenance(runs: pd.DataFrame, command: str) -> str:
     """The end of a caption: how many runs, of which data, code and machine, and how to have them again."""
     commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
     hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
-    data = runs["config.dataset.name"].iloc[0]
-    return f"{plural(len(runs), 'run')}, {data} test data, commit {commits}, {hardware}. Reproduce: {command}"
+    return (
+        f"{plural(len(runs), 'run')}, {data_name(runs)} test data, commit {commits}, {hardware}. Reproduce: {command}"
+    )
 
 
 def save(figure: Figure, path: str | Path, kinds: Sequence[str] = ("png", "pdf")) -> list[Path]:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from tnvp import results
 from tnvp.controls import CONTROLS
-from tnvp.figure_style import CRITERIA, order, save
+from tnvp.figure_style import CRITERIA, data_name, order, save
 from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.run_figures import event_widths, training_curves, widths_by_criterion, widths_over_time
 from tnvp.setting_figures import accuracy_by_setting, accuracy_vs_training
@@ -59,7 +59,11 @@ def of_table(table: pd.DataFrame, name: str, command: str) -> dict[str, Figure]:
     parts = _parts(table[~controls], name)
     if not parts:
         raise ResultsError(f"the table has no runs for {name}" + f" ({NEEDS[name]})" * (name in NEEDS))
-    return {title: OF_TABLES[name](pd.concat([rows, table[controls]]), title, command) for title, rows in parts.items()}
+    drawn = {}
+    for title, rows in parts.items():
+        said = data_name(rows) + title.removeprefix(rows["config.dataset.name"].iloc[0])
+        drawn[title] = OF_TABLES[name](pd.concat([rows, table[controls]]), said, command)
+    return drawn
 
 
 def _parts(pruned: pd.DataFrame, name: str) -> dict[str, pd.DataFrame]:

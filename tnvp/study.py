@@ -157,19 +157,18 @@ def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
     from tnvp.config import compose
     from tnvp.setup import run_path
 
-    more = [word for word in extra if not re.match(r"\+*hydra[./]", word)]
-    paths = {}
-    for point in (point for sweep in study.sweeps for point in sweep.points()):
-        try:
-            (config,) = compose(REPOSITORY / "conf", [[*point, f"study={study.name}", *more]])
-        except ERRORS as error:
-            why = explain(error)
-            if "--multirun" in why:  # Hydra's advice, which is none for a study
-                what = why.splitlines()[0].removesuffix(" requires --multirun")
-                why = f"{what}: what varies goes into axes, as key: [value, value]"
-            raise StudyError(f"{study.folder / 'study.yaml'}, the run {' '.join([*point, *more])}: {why}") from error
-        paths[run_path(config)] = None
-    return [RunDirectory(path) for path in paths]
+    more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
+    points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
+    left = iter(points)
+    try:
+        configs = compose(REPOSITORY / "conf", left)
+    except ERRORS as error:
+        point, why = points[-1 - len(list(left))], explain(error)  # they are drawn one by one: the last one failed
+        if "--multirun" in why:  # Hydra's advice, which is none for a study
+            what = why.splitlines()[0].removesuffix(" requires --multirun")
+            why = f"{what}: what varies goes into axes, as key: [value, value]"
+        raise StudyError(f"{study.folder / 'study.yaml'}, the run {' '.join(point)}: {why}") from error
+    return [RunDirectory(path) for path in dict.fromkeys(map(run_path, configs))]
 
 
 def run(study: Study, extra: list[str]) -> int:
