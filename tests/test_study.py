@@ -56,7 +56,13 @@ def finished(folder: Path) -> dict[str, int]:
 
 def broken_off(command: list[str], folder: Path, runs: int, how: signal.Signals) -> int:
     """Start the study and end it after that many runs; returns its exit status."""
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
+    )
     while len(finished(folder)) < runs and process.poll() is None:
         time.sleep(0.02)
     os.killpg(process.pid, how)

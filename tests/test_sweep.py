@@ -258,6 +258,7 @@ def launched(tmp_path: Path, launcher: str, *words: str) -> subprocess.Popen:
         text=True,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
     )
 
 
