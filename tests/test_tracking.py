@@ -442,7 +442,7 @@ def test_a_killed_run_is_one_run_on_the_server_live_and_by_sync(server, tmp_path
     process = spawn(half_a_run, tmp_path, **server.access)
     live, later = (process.stdout.readline().strip() for _ in range(2))
     for _ in range(600):  # what the server does not have yet would stay in the killed run's folder
-        if len(server.knows(live)[1].get("train/loss", [])) >= 3:
+        if len(server.knows(live)[1].get("train/loss", [])) >= 5:
             break
         time.sleep(0.1)
     process.kill()
