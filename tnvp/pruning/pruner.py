@@ -127,7 +127,7 @@ class Pruner:
         self._require_something_prunable()
         check_optimizers(model, self._optimizers)
         self._original = {group.name: group.size for group in self.groups if group.prunable}
-        self._born = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._born = parameter_names(model)
         self._savings = Savings(model, self._inputs)
         signals = (CRITERIA[criterion].signal, COMPENSATIONS[compensation])
         self._looks_at, self._ranks = window, process_group
@@ -181,7 +181,7 @@ class Pruner:
         It holds which neurons are left and masked, and all that was recorded. The model's, the optimizer's and the averaged
         copies' own ``state_dict()`` are saved beside it. Tensors are those at work, as in a ``state_dict()``.
         """
-        here = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        here = parameter_names(self.model)
         return {
             "sizes": dict(self._original),
             "kept": dict(self._recorder.ids),
@@ -226,7 +226,7 @@ class Pruner:
     def _repeat(self, kept: Kept, added: list[str], mode: str) -> None:
         """One event in the place of all that led to ``kept``, with any numbers in the biases that they added."""
         cuts = cuts_for(self.groups, kept)
-        here = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        here = parameter_names(self.model)
         layers = {name.rpartition(".")[0] for name in added if name not in here}
         read = {layer: stays for layer, stays in positions_read(cuts).items() if layer in layers}
         self._operate(kept, cuts, uniform_stand_ins(self.model, read, lambda module: 1.0), mode)
@@ -549,6 +549,11 @@ class Pruner:
     @property
     def _optimizers(self) -> list[Optimizer]:
         return as_list(self.optimizer)
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    """All names, those of tied parameters too."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def explain(model: nn.Module, example_inputs: Tensor | tuple, approximate: bool = False) -> NeuronGroups:
