@@ -539,7 +539,7 @@ def test_runs_of_a_server_make_the_same_table_as_their_directories(tmp_path, mon
         def __init__(self, timeout):
             pass
 
-        def runs(self, project):
+        def runs(self, project, lazy):
             asked.append(project)
             return [*runs, unfinished, of_study]
 

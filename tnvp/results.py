@@ -77,7 +77,7 @@ def table_of(runs: Iterable[RunDirectory], root: str | Path) -> pd.DataFrame:
 
 
 def from_wandb(project: str) -> pd.DataFrame:
-    """The same of the finished runs that a W&B server has of ENTITY/PROJECT."""
+    """The same of the finished runs that a W&B server has of ENTITY/PROJECT; it tells 10.0 as 10."""
     rows = []
     for name, config, summary in tracking.fetch(project):
         if "config_hash" in summary:

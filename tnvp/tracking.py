@@ -278,7 +278,7 @@ def fetch(project: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     try:
         import wandb
 
-        for run in wandb.Api(timeout=FETCH_SECONDS).runs(project):
+        for run in wandb.Api(timeout=FETCH_SECONDS).runs(project, lazy=False):  # lazy asks for each run's config anew
             if run.job_type != "summary":
                 yield run.name, dict(run.config), dict(run.summary)
     except Exception as error:  # W&B may raise anything
