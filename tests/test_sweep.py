@@ -4,9 +4,12 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 import run
 from tests.test_experiment import compose
+from tests.wandb_server import free_port
 from tnvp import command_line, experiment, sweep
 from tnvp.locks import locked
 from tnvp.run_directory import RunDirectory
@@ -236,11 +240,16 @@ def found(package: str) -> bool:
         return False
 
 
-def launched(tmp_path: Path, launcher: str, *words: str) -> subprocess.Popen:
-    """run.py in a process group of its own, as a terminal would start it."""
-    options, package = LAUNCHERS[launcher]
+def skip_without(launcher: str) -> None:
+    package = LAUNCHERS[launcher][1]
     if not found(package):
         pytest.skip(f"{package} is not installed: pip install -e '.[{launcher.partition('_')[0]}]'")
+
+
+def launched(tmp_path: Path, launcher: str, *words: str, options: list[str] | None = None) -> subprocess.Popen:
+    """run.py in a process group of its own, as a terminal would start it."""
+    skip_without(launcher)
+    options = LAUNCHERS[launcher][0] if options is None else options
     command = [
         sys.executable,
         REPOSITORY / "run.py",
@@ -262,14 +271,45 @@ def launched(tmp_path: Path, launcher: str, *words: str) -> subprocess.Popen:
     )
 
 
-def begun(tmp_path: Path, process: subprocess.Popen) -> dict:
-    """The first note of a job that began and has not ended."""
+def begun(tmp_path: Path, process: subprocess.Popen, number: int = 1) -> list[dict]:
+    """The notes of the first jobs that began and have not ended, once there are that many at a time."""
     while process.poll() is None:
-        for path in tmp_path.rglob(sweep.NOTE):
-            if (found := json.loads(path.read_text()))["state"] == "begun":
-                return found
+        notes = [json.loads(path.read_text()) for path in tmp_path.rglob(sweep.NOTE)]
+        if len(at_work := [note for note in notes if note["state"] == "begun"]) >= number:
+            return at_work
         time.sleep(0.05)
     raise AssertionError(process.stderr.read())
+
+
+@pytest.fixture
+def two_nodes():
+    """The address of a Ray cluster of two nodes, both on this host, a CPU each."""
+    skip_without("ray")
+    ray, address = str(Path(sys.executable).with_name("ray")), f"127.0.0.1:{free_port()}"
+    folder = tempfile.mkdtemp(prefix="ray")  # a short path: sockets lie in it
+    head = ["--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    environment = os.environ | {"RAY_worker_niceness": "0"}
+    nodes = []
+    try:
+        for role in (head, [f"--address={address}"]):
+            command = [ray, "start", *role, "--num-cpus=1", "--disable-usage-stats", "--block"]
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            nodes.append(subprocess.Popen(command, env=environment, start_new_session=True, **quiet))
+            while active_nodes(ray, address) < len(nodes):
+                assert nodes[-1].poll() is None, "a node ended"
+                time.sleep(1)
+        yield address
+    finally:
+        for node in nodes:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def active_nodes(ray: str, address: str) -> int:
+    """How many nodes a Ray cluster has at work."""
+    said = subprocess.run([ray, "status", f"--address={address}"], capture_output=True, text=True).stdout
+    return len(re.findall(r"^ 1 node_", said, re.MULTILINE))
 
 
 @pytest.mark.slow
@@ -291,7 +331,7 @@ def test_a_failed_point_leaves_the_others_running_on_any_launcher(launcher, tmp_
 def test_a_killed_worker_is_told_and_the_same_command_goes_on(launcher, tmp_path):
     words = ["seed=0,1", "epochs=60", "+hydra.launcher.ray.remote.max_retries=0"][: 3 if launcher == "ray" else 2]
     process = launched(tmp_path, launcher, *words)
-    os.kill(begun(tmp_path, process)["pid"], signal.SIGKILL)
+    os.kill(begun(tmp_path, process)[0]["pid"], signal.SIGKILL)
     _, said = process.communicate()
     assert process.returncode == 1 and "not finished" in said and "Traceback" not in said
     again = launched(tmp_path, launcher, *words)
@@ -307,3 +347,13 @@ def test_an_interrupted_sweep_says_what_is_done_and_what_not(launcher, tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130 and "2 runs: 2 not finished" in said
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_on_two_nodes_of_a_ray_cluster(two_nodes, tmp_path):
+    """A node has one CPU and a job takes one, so that two jobs at a time are on two nodes."""
+    where = [f"hydra.launcher.ray.init.address={two_nodes}", "+hydra.launcher.ray.init.object_store_memory=null"]
+    process = launched(tmp_path, "ray", "seed=0,1", "optimizer.lr=0.1,1e12", "epochs=60", options=where)
+    begun(tmp_path, process, number=2)
+    _, said = process.communicate()
+    assert process.returncode == 2 and "4 runs: 2 done, 2 failed" in said and said.count("NaN or Inf") >= 2
