@@ -5,6 +5,7 @@ python -m tnvp.results export --from wandb ENTITY/PROJECT --csv results.csv
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -104,13 +105,19 @@ def publish(runs: pd.DataFrame, path: Path) -> None:
 def published(path: Path) -> pd.DataFrame:
     """The table that `publish` wrote. Raises ResultsError if there is none, or another one."""
     try:
-        frame = pd.read_csv(path)
+        text = path.read_text(encoding="utf-8")
+        frame = pd.read_csv(io.StringIO(text))
     except FileNotFoundError as error:
         raise ResultsError(f"there is no table {path}") from error
     except ValueError as error:  # pandas' own errors are of this kind
         raise ResultsError(f"{path} is no table: {error}") from error
+    if not text.endswith("\n"):
+        raise ResultsError(f"{path} is cut short: its last line has no end")
     frame = frame.assign(**{name: pd.NA for name in YOUNGER if name not in frame})
     require_columns(frame, ["run", *SUMMARY, *BASE[:3]], f"rows of {path}")
+    for name in ["run", *BASE[:3]]:
+        if not frame[name].map(lambda value: isinstance(value, str)).all():
+            raise ResultsError(f"{path} is damaged: a {name} is no name")
     for name in [*(name for name, dtype in SUMMARY.items() if dtype != "string"), *REQUESTED]:
         values = pd.to_numeric(frame.get(name, pd.Series(dtype="float64")), errors="coerce")
         low, high = RANGES.get(name, (-math.inf, math.inf))
