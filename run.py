@@ -26,7 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tnvp.command_line import Plan, arguments_for_hydra, compose, does_search, explain, quoted
 from tnvp.config import VERSION, ConfigError, register, resolve
-from tnvp.distributed import number, processes
+from tnvp.distributed import ended_elsewhere, number, processes
+from tnvp.resume import Interrupts
 
 CONF = Path(__file__).resolve().parent / "conf"
 STATUSES: list[int] = []  # of the single run that this process made
@@ -37,6 +38,17 @@ register()  # at import: a launcher's worker processes need the schemas too
 
 def main() -> int:
     """Do what the command line asks for; returns the exit status."""
+    try:
+        with (
+            Interrupts().handled()
+        ):  # outside of training a signal ends things at once: a sweep still tells how its points stand
+            return act()
+    except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
+        return told(stop)
+
+
+def act() -> int:
+    """Help, run or sweep, or refuse with a message; returns the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, and `explain` tells them
     flags = get_args_parser().parse_intermixed_args()
     flags.multirun |= "hydra.mode=MULTIRUN" in flags.overrides
@@ -53,8 +65,6 @@ def main() -> int:
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra has plain ValueErrors too
         tell(explain(error))
         return 2
-    except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
-        return told(stop)
 
 
 def told(stop: KeyboardInterrupt) -> int:
@@ -151,6 +161,10 @@ def attempt(cfg: DictConfig, tell_of: Callable = lambda **facts: None, wait: boo
         state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
         return {"path": path, "state": state, "why": str(error), "status": 2}
     except Exception as error:
+        if ended_elsewhere(error):
+            why = "another process of this run ended; what it said tells why"
+            tell(why)
+            return {"path": path, "state": "failed", "why": why, "status": 1}
         tell(traceback.format_exc().rstrip())
         why = f"{type(error).__name__}: {error}"
         return {"path": path, "state": "failed", "why": why, "status": 1, "traceback": traceback.format_exc()}

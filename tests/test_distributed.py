@@ -70,6 +70,9 @@ def work(rank: int, folder: str, ports: list[int]) -> None:
     Path(folder, f"statuses.{rank}").write_text(json.dumps(statuses))
     if rank == 1:  # after the first epoch, while the other one waits for what this one measures
         experiment.evaluate = None
+    with open(Path(folder, f"stderr.{rank}"), "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w")
     sys.exit(next_run("seed=7", "study=failed"))
 
 
@@ -146,6 +149,9 @@ def close(found: object, expected: object) -> None:
 def test_an_error_in_one_process_ends_both(pair):
     folder, codes = pair
     assert codes == [1, 1]
+    survivor, failing = ((folder / f"stderr.{rank}").read_text() for rank in range(2))
+    assert "process 1: Traceback" in failing
+    assert "process 0: another process of this run ended" in survivor and "Traceback" not in survivor
     failed = only_run(folder, "failed")
     assert failed.config_path.exists() and not failed.is_complete
 

@@ -169,6 +169,16 @@ def test_a_point_that_another_process_has_is_waited_for_at_the_end(tmp_path, cap
     assert [line.split("  ")[1] for line in said[1:]] == ["done by another process", "done"]
 
 
+def test_a_signal_before_training_ends_a_sweep_with_its_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "run", lambda config: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *TINY, *QUIET, f"runs={tmp_path}", "seed=0,1"])
+    assert run.main() == 143
+    said = capsys.readouterr().err.splitlines()
+    assert said[-3:] == [
+        "2 runs: 2 not finished", "  not finished  seed=0  (stopped by SIGTERM)", "  not finished  seed=1  (not started)",
+    ]  # fmt: skip
+
+
 def test_a_search_looks_at_validation_and_flops(tmp_path):
     made = compose(
         "experiment=digits", "epochs=2", "pruning.finetune_epochs=2", "optimizer.lr=0.1", *QUIET, f"runs={tmp_path}"

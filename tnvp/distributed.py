@@ -37,6 +37,11 @@ def number() -> int:
     return int(os.environ.get("RANK", 0)) if processes() > 1 else 0
 
 
+def ended_elsewhere(error: Exception) -> bool:
+    """Whether ``error`` only says that another process of the run is gone, which has told its own reason."""
+    return processes() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower())
+
+
 def join() -> Alone:
     """This process's place in the run: met with the others, if there are any."""
     if processes() == 1:

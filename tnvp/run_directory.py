@@ -146,6 +146,8 @@ class RunDirectory:
     def write_traces(self, traces: pd.DataFrame) -> None:
         """The next part of traces.parquet: one row per neuron and recording window; columns TRACE_COLUMNS."""
         require_columns(traces, TRACE_COLUMNS, "traces")
+        if self.traces_path.is_file():
+            raise ResultsError(f"{self.traces_path} is a file, where a folder of parts belongs: move it away")
         path = self.traces_path / PART.format(len(self._parts()) + 1)
         write_atomically(
             path, lambda file: traces[TRACE_COLUMNS].to_parquet(file, index=False, write_page_checksum=True)
