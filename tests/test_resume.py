@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import run
+from tests.processes import resident_mebibytes
 from tests.test_experiment import compose
 from tnvp import experiment, tracking
 from tnvp.config import Config
@@ -437,15 +438,12 @@ def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_memory_does_not_grow_over_a_hundred_thousand_steps(tmp_path, monkeypatch):
     """Of the whole process, torch's memory too. What is held in 10^5 windows would be 300 MB."""
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("the size of a process is read from /proc")
     sizes, real = {}, Checkpointing.on_step
 
     def on_step(self, fit):
         real(self, fit)
         if fit.step % 500 == 0:  # the trace is written every 12,500 steps
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            sizes[fit.step] = pages * os.sysconf("SC_PAGESIZE") / 2**20
+            sizes[fit.step] = resident_mebibytes()
 
     monkeypatch.setattr(Checkpointing, "on_step", on_step)
     tiny = ["model.widths=[4,4]", "pruning.trace_every=1", "batch_size=4", "epochs=312", "checkpoint_steps=1000"]

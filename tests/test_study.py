@@ -19,6 +19,7 @@ import yaml
 from PIL import Image
 
 import run
+from tests.processes import heeding_signals
 from tests.test_tracking import of_kind, read_records
 from tests.wandb_server import isolate
 from tnvp import command_line, results, study
@@ -56,13 +57,7 @@ def finished(folder: Path) -> dict[str, int]:
 
 def broken_off(command: list[str], folder: Path, runs: int, how: signal.Signals) -> int:
     """Start the study and end it after that many runs; returns its exit status."""
-    process = subprocess.Popen(
-        command,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
-    )
+    process = heeding_signals(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while len(finished(folder)) < runs and process.poll() is None:
         time.sleep(0.02)
     os.killpg(process.pid, how)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import run
+from tests.processes import heeding_signals, resident_mebibytes
 from tests.test_experiment import compose
 from tests.wandb_server import free_port
 from tnvp import command_line, experiment, sweep
@@ -218,16 +219,14 @@ def test_memory_stays_as_runs_follow_each_other(tracking, tmp_path, monkeypatch)
 
     def spy(config):
         summary = real(config)
-        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+        sizes.append(resident_mebibytes())
         return summary
 
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("the size of a process is read from /proc")
     monkeypatch.setattr(experiment, "run", spy)
     words = [*TINY, f"tracking={tracking}", "progress=false", f"runs={tmp_path}", "seed=range(0,30)"]
     monkeypatch.setattr(sys, "argv", ["run.py", "-m", *words])
     assert run.main() == 0 and len(sizes) == 30
-    assert sizes[-1] - sizes[9] < 20 * 2e6, "2 MB a run"
+    assert sizes[-1] - sizes[9] < 20 * 2, "2 MiB a run"
 
 
 # Launchers, each with a point that fails.
@@ -270,15 +269,8 @@ def launched(tmp_path: Path, launcher: str, *words: str, options: list[str] | No
         f"hydra/launcher={launcher}",
     ]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        [*command, *options, *words],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
-    )
+    more = {"cwd": tmp_path, "env": environment, "text": True, "stderr": subprocess.PIPE}
+    return heeding_signals([*command, *options, *words], **more)
 
 
 def begun(tmp_path: Path, process: subprocess.Popen, number: int = 1) -> list[dict]:
