@@ -31,6 +31,7 @@ KINDS = {  # of 1,294 images: batches of 97 leave an odd number for the last of 
         "pruning=gradual", "pruning.start_step=4", "pruning.end_step=16", "pruning.every=6", "pruning.criterion=taylor",
         "batch_size=76", "optimizer=adam", "optimizer.lr=0.01",
     ],
+    "iterative": ["pruning=iterative", "pruning.start_step=3", "pruning.events=3", "pruning.every=4"],
 }  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def work(rank: int, folder: str, ports: list[int]) -> None:
     next_run(*KINDS["gradual"], "study=gradual")
     experiment.Recording = Recording
     next_run(*KINDS["gradual"], "study=gradual")
+    next_run(*KINDS["iterative"], "study=iterative")
     Path(folder, f"statuses.{rank}").write_text(json.dumps(statuses))
     if rank == 1:  # after the first epoch, while the other one waits for what this one measures
         experiment.evaluate = None
@@ -92,7 +94,7 @@ def pair(tmp_path_factory) -> tuple[Path, list[int | None]]:
     folder = tmp_path_factory.mktemp("pair")
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["run", "tnvp.experiment"])  # imported once for both
-    ports = free_ports(4)
+    ports = free_ports(5)
     processes = [context.Process(target=work, args=(rank, str(folder), ports)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -135,7 +137,7 @@ def test_two_processes_make_the_run_of_one(kind, pair, tmp_path):
 def test_a_signal_to_one_process_stops_both_at_the_same_step_and_the_same_command_goes_on(pair):
     """That the run which went on is that of one process, never stopped, is what `gradual` above says."""
     folder, _ = pair
-    assert [json.loads((folder / f"statuses.{rank}").read_text()) for rank in range(2)] == [[0, 143, 0]] * 2
+    assert [json.loads((folder / f"statuses.{rank}").read_text()) for rank in range(2)] == [[0, 143, 0, 0]] * 2
 
 
 def close(found: object, expected: object) -> None:
