@@ -23,6 +23,7 @@ from tests.wandb_server import free_port
 from tnvp import command_line, experiment, sweep
 from tnvp.locks import locked
 from tnvp.run_directory import RunDirectory
+from tnvp.run_state import Checkpoints
 
 REPOSITORY = Path(run.__file__).parent
 TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=0", "model.widths=[8]", "pruning.criterion=random"]
@@ -341,14 +342,47 @@ def test_a_killed_worker_is_told_and_the_same_command_goes_on(launcher, tmp_path
     assert again.returncode == 0
 
 
+def training(notes: list[dict]) -> bool:
+    """Whether the runs of these notes have records."""
+    return all(RunDirectory(note["path"]).metrics_path.exists() for note in notes)
+
+
+INTERRUPTED = [  # launcher, signal, whether all processes get it, as from a terminal or a scheduler; for how many runs at work it waits
+    ("basic", signal.SIGINT, "all", 1),
+    ("basic", signal.SIGTERM, "parent", 1),
+    ("joblib", signal.SIGINT, "all", 2),
+    ("joblib", signal.SIGTERM, "all", 2),
+    ("joblib", signal.SIGINT, "parent", 2),
+    ("joblib", signal.SIGTERM, "parent", 2),
+    ("submitit_local", signal.SIGINT, "all", 2),
+    ("submitit_local", signal.SIGTERM, "parent", 2),
+    ("ray", signal.SIGINT, "all", 2),
+    ("ray", signal.SIGTERM, "parent", 2),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
-def test_an_interrupted_sweep_says_what_is_done_and_what_not(launcher, tmp_path):
-    process = launched(tmp_path, launcher, "seed=0,1", "epochs=100000")
-    begun(tmp_path, process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate()
-    assert process.returncode == 130 and "2 runs: 2 not finished" in said
+@pytest.mark.parametrize(("launcher", "number", "who", "at_a_time"), INTERRUPTED)
+def test_an_interrupted_sweep_keeps_its_runs_and_the_same_command_goes_on(launcher, number, who, at_a_time, tmp_path):
+    words = ["seed=0,1,2", "epochs=3", "batch_size=4", "trunks=null"]
+    process = launched(tmp_path, launcher, *words)
+    while not training(at_work := begun(tmp_path, process, at_a_time)):
+        time.sleep(0.05)
+    (os.killpg if who == "all" else os.kill)(process.pid, number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and "3 runs: 3 not finished" in said and "Traceback" not in said
+    (folder,) = (tmp_path / ".sweeps").iterdir()
+    noted = {note["path"]: note for note in sweep.notes(folder)}
+    for path in (note["path"] for note in at_work):
+        last = Checkpoints(RunDirectory(path).checkpoint_path).last_step
+        assert noted[path]["state"] == "interrupted" and noted[path]["why"].endswith(f"goes on from step {last}")
+        assert last >= RunDirectory(path).metrics()["step"].max() > 0
+    assert {note["state"] for note in noted.values()} == {"interrupted"}, "none was left alone or killed"
+    if launcher != "submitit_local":  # which starts all at once
+        assert len(list((tmp_path / "digits").glob("*/checkpoint"))) == at_a_time, "no other began meanwhile"
+    again = launched(tmp_path, launcher, *words)
+    again.communicate(timeout=300)
+    assert again.returncode == 0
 
 
 @pytest.mark.slow
