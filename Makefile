@@ -41,8 +41,8 @@ demo: install ## a small sweep on the embedded digits (2 seeds x 2 criteria x 4 
 test: install ## the tests (a few minutes, in WORKERS=2 processes)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
-test-all: install ## the slow tests too
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m 'slow or not slow'
+test-all: install ## the slow tests too; says what was skipped, and which extra that wants
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -rs -m 'slow or not slow'
 
 study: install ## run what is missing of the study STUDY=name (ARGS="…" goes to every run)
 	$(PY) -m tnvp.study run $(STUDY) $(ARGS)
