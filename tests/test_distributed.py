@@ -41,7 +41,7 @@ KINDS = {  # of 1,294 images: batches of 97 leave an odd number for the last of 
     ],
     "threshold": [MLP, "pruning=threshold", "pruning.every=6", "pruning.threshold=0.8", "batch_size=97"],
     "mask": [
-        MLP, "pruning=gradual", "pruning.start_step=4", "pruning.end_step=16", "pruning.every=6", "pruning.mode=mask", "batch_size=97",
+        MLP, "pruning=gradual", "pruning.start_step=4", "pruning.end_step=16", "pruning.every=6", "pruning.mode=mask", "batch_size=76",
     ],
     "scratch": [MLP, "pruning=scratch", "pruning.finetune_epochs=0", "batch_size=97"],
 }  # fmt: skip
@@ -77,7 +77,7 @@ def join_in(rank: int, folder: Path, name: str, port: int) -> None:
     torch.set_num_threads(1)
     environment = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environment.items()})
-    tempfile.tempdir = str(folder / f"aside.{rank}")
+    tempfile.tempdir = str(folder / f"aside.{name}.{rank}")  # a killed one leaves its own
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         with open(folder / f"{name}.{stream}.{rank}", "w") as file:
@@ -175,7 +175,7 @@ def test_the_first_process_alone_writes_and_both_end_with_the_same_network(pair)
     folder, _ = pair
     (_, networks), (_, others) = (json.loads((folder / f"work.{rank}").read_text()) for rank in range(2))
     assert networks == others and len(networks) == len(set(ORDER))
-    assert [list((folder / f"aside.{rank}").glob("tnvp-*")) for rank in range(2)] == [[], []]
+    assert [list((folder / f"aside.work.{rank}").glob("tnvp-*")) for rank in range(2)] == [[], []]
     assert only_run(folder, "cnn").is_complete and tnvp.load(only_run(folder, "cnn").model_path)
     assert not said(folder, "work", 1, "stdout"), "the second one told something"
 
@@ -211,6 +211,7 @@ def test_two_processes_make_the_run_of_one(kind, pair, tmp_path):
 def test_a_signal_to_one_process_stops_both_at_the_same_step_and_the_same_command_goes_on(pair):
     """That the run which went on is that of one process, never stopped, is what `gradual` above says."""
     folder, _ = pair
+    assert "goes on from step 10\n" in said(folder, "work", 0) and "goes on from step 10\n" in said(folder, "work", 1)
     statuses = [json.loads((folder / f"work.{rank}").read_text())[0] for rank in range(2)]
     assert statuses == [[0] * (len(ORDER) - 2) + [143, 0]] * 2
 

@@ -109,6 +109,7 @@ class Checkpointing(Callback):
         self.keep(fit)
         self._last = time.monotonic()
         if number:
+            self.greatest(0)  # none leaves before the one that writes has done so
             raise Stopped(number)
 
     def on_end(self, fit: Fit) -> None:
