@@ -198,7 +198,7 @@ def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
 
 
 def test_a_part_of_the_trace_that_no_checkpoint_knows_is_cut_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "PART_ROWS", 50)
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)  # at each checkpoint
     undisturbed = finished(small(tmp_path / "a", *GRADUAL))
     config = small(tmp_path / "b", *GRADUAL, "checkpoint_steps=4")
     directory, write = RunDirectory(experiment.run_path(config)), Checkpoints.write
