@@ -7,13 +7,11 @@ was given. At the end a table tells how each point stands. One run may have seve
 """
 
 import os
-import signal
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from socket import gethostname
@@ -29,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tnvp.command_line import Plan, arguments_for_hydra, compose, does_search, explain, quoted
 from tnvp.config import VERSION, ConfigError, register, resolve
 from tnvp.distributed import ended_elsewhere, number, processes
-from tnvp.resume import Interrupts, Stopped
+from tnvp.resume import Interrupts
 
 CONF = Path(__file__).resolve().parent / "conf"
 STATUSES: list[int] = []  # of the single run that this process made
@@ -92,7 +90,7 @@ def run_sweep(plan: Plan, flags: Namespace) -> int:
     sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
     interrupted = status = 0
     try:
-        with stopping_all(partial(sweep.stop, folder)):
+        with Interrupts(first=partial(sweep.stop, folder)).handled():
             status = launch()
             sweep.wait(points)
     except KeyboardInterrupt as stop:
@@ -101,21 +99,6 @@ def run_sweep(plan: Plan, flags: Namespace) -> int:
     if len(rows) > 1 or status or interrupted:
         print(sweep.describe(rows), file=sys.stderr)
     return interrupted or sweep.status(rows) or status
-
-
-@contextmanager
-def stopping_all(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, a signal calls ``stop`` before anything else ends."""
-    interrupts = Interrupts(first=stop)
-    with interrupts.handled():
-        try:
-            yield
-        except SystemExit as end:  # Ray puts a handler for SIGTERM in the place of ours
-            if end.code != signal.SIGTERM:
-                raise
-            with interrupts.handled():
-                signal.raise_signal(end.code)
-            raise Stopped(end.code) from None
 
 
 def launch() -> int:

@@ -461,8 +461,7 @@ INTERRUPTED = [  # launcher, signal, whether all processes get it, as from a ter
     ("joblib", signal.SIGTERM, "parent", 2),
     ("submitit_local", signal.SIGINT, "all", 2),
     ("submitit_local", signal.SIGTERM, "parent", 2),
-    ("ray", signal.SIGINT, "all", 2),
-    ("ray", signal.SIGTERM, "parent", 2),
+    ("ray", signal.SIGINT, "parent", 2),  # at SIGTERM, Ray itself ends the process that started it, before Python knows
 ]
 
 
