@@ -15,12 +15,14 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pandas as pd
 import yaml
+
+from tnvp.files import named, write_atomically
 
 ACCURACIES = ["test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"]
 SUMMARY = {  # summary.json keys -> dtype in the table, in column order
@@ -45,31 +47,6 @@ class ResultsError(ValueError):
 
 class RunningElsewhere(ResultsError):
     """Another process has this run at work."""
-
-
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """An OSError that a write gives, such as of a full disk, says the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Let `write` fill a file beside `path`, then rename it: readers see the old or the new one, not half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with named(path), open(aside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def set_aside(path: str | Path) -> Path:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tnvp.run_directory import set_aside, write_atomically
+from tnvp.files import write_atomically
+from tnvp.run_directory import set_aside
 
 FORMAT = "tnvp-run-2"
 KEPT = 2  # the last state and the one before

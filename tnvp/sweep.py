@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tnvp.files import write_atomically
 from tnvp.locks import LockedError, locked
-from tnvp.run_directory import RunDirectory, write_atomically
+from tnvp.run_directory import RunDirectory
 
 NOTE = "outcome.json"
 POLL_SECONDS = 0.5
