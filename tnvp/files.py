@@ -37,8 +37,22 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         aside.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Inside, the folder is there. What was made for that and is still empty goes again, if the block raises."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
+
+
 def remove_leftovers(folder: Path, of: str = "*") -> None:
-    """Remove what killed processes wrote aside for the files ``of`` that pattern; nobody else may be writing them now."""
-    for path in folder.glob(f".{of}.tmp"):
+    """Remove what killed processes wrote aside for the files ``of`` that pattern, which nobody else may be writing now."""
+    for path in folder.glob(f".{of}.*.tmp"):
         if ASIDE.fullmatch(path.name):
             path.unlink(missing_ok=True)

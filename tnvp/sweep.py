@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tnvp.files import write_atomically
-from tnvp.locks import LockedError, locked
+from tnvp.locks import is_held
 from tnvp.run_directory import RunDirectory
 
 NOTE = "outcome.json"
@@ -55,14 +55,7 @@ def own_folder(wanted: str | Path) -> Path:
 
 def running_elsewhere(path: Path) -> bool:
     """True while a process has the run at ``path`` at work."""
-    lock = RunDirectory(path).lock_path
-    if not lock.exists():
-        return False
-    try:
-        with locked(lock):
-            return False
-    except LockedError:
-        return True
+    return is_held(RunDirectory(path).lock_path)
 
 
 def note(folder: str | Path, **facts: object) -> None:
