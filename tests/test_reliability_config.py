@@ -86,7 +86,10 @@ def attempt(*arguments: str) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         patch.setattr(tnvp.experiment, "run", one)
         patch.setattr(sweep, "status", lambda rows: status_of(rows) if all(ran) else 0)
-        patch.setattr(sys, "argv", ["run.py", *TINY, *arguments])
+        tiny = [
+            word for word in TINY if not word.startswith("model.") or not any(a.startswith("model=") for a in arguments)
+        ]
+        patch.setattr(sys, "argv", ["run.py", *tiny, *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")
         patch.setenv("FAKE_SECRET", SECRET)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -126,11 +129,16 @@ def assert_told(arguments: list[str]) -> str:
 def is_named(argument: str, message: str) -> bool:
     """Whether the message has the key that the argument sets, or its value."""
     key, _, value = argument.partition("=")
-    key, value = key.lstrip("+~"), value.strip("'\"")
-    as_is = repr(argument)[1:-1]
+    key, value, as_is = key.lstrip("+~"), value.strip("'\""), repr(argument)[1:-1]
     if not re.search(r"\w", argument):  # a fault in these has no word
         return True
-    return (len(key) > 1 and key in message) or (len(value) > 2 and value in message) or as_is in message
+    leaf = key.rpartition(".")[2]  # what knows no configuration says so
+    words = [re.escape(word) for word in (key, leaf) if len(word) > 1]
+    return (
+        any(re.search(rf"(?<!\w){word}(?!\w)", message) for word in words)
+        or as_is in message
+        or (len(value) > 2 and value in message)
+    )
 
 
 def fuzz(examples: int) -> Counter:

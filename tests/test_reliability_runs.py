@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import run
-from tnvp import events, experiment, results, run_directory
+from tnvp import events, experiment, files, results, run_directory
 from tnvp.results import RunDirectory
 from tnvp.training import TrainingError
 
 from .test_experiment import compose
+from .test_resume import Killed, assert_same, dies_at, finished
 
 ROOT = Path(run.__file__).parent
 TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=1", "model.widths=[8]", "tracking=none", "progress=false", "trunks=null"]  # fmt: skip
@@ -108,18 +109,63 @@ def test_any_file_that_can_not_be_written_is_told(name, tmp_path, monkeypatch):
         seekable = readable = writable = lambda self: True
         seek = tell = lambda self, *_: 0
 
-    monkeypatch.setattr(
-        run_directory,
-        "open",
-        lambda path, *a, **k: Full() if name in Path(path).name else real(path, *a, **k),
-        raising=False,
-    )
+    for module in (files, run_directory):
+        monkeypatch.setattr(
+            module,
+            "open",
+            lambda path, *a, **k: Full() if name in Path(path).name else real(path, *a, **k),
+            raising=False,
+        )
     assert_told(*start(f"runs={tmp_path}"), "No space left on device", name)
     monkeypatch.undo()
     (path,) = tmp_path.rglob("environment.json") if name != "config.yaml" else [tmp_path]
     assert not list(tmp_path.rglob("summary.json"))
     if path != tmp_path:
         assert RunDirectory.open(path.parent).config["seed"] == 0
+
+
+def fills_up(patch, name: str, calls: range) -> None:
+    """These writes of files whose names match, counted from 1, fail as on a full disk; the others don't."""
+    real, count = os.fsync, iter(range(1, 1000))
+
+    def fsync(descriptor):
+        if re.search(name, os.readlink(f"/proc/self/fd/{descriptor}")) and next(count) in calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    patch.setattr(os, "fsync", fsync)
+
+
+GRADUAL = ["pruning=gradual", "pruning.start_step=2", "pruning.end_step=16", "pruning.every=4", "pruning.trace_every=3"]
+SEVERAL = [*(argument for argument in TINY if "finetune" not in argument), *GRADUAL, "epochs=2", "checkpoint_steps=4"]
+
+
+def test_a_full_disk_at_a_checkpoint_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    undisturbed = finished(compose(*SEVERAL, f"runs={tmp_path}/a"))
+    config = compose(*SEVERAL, f"runs={tmp_path}/b")
+    fills_up(monkeypatch, r"\d{9}\.pt", range(3, 1000))
+    dies_at(monkeypatch, [18])
+    with (
+        pytest.warns(UserWarning, match="No space left on device.*the one before stays the last"),
+        pytest.raises(Killed),
+    ):
+        experiment.run(config)
+    checkpoints = RunDirectory(experiment.run_path(config)).checkpoint_path
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000000004.pt", "000000008.pt"], "nothing half"
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert_same(finished(config), undisturbed)  # from step 8, and no later checkpoint finds space
+
+
+def test_a_full_disk_at_a_part_of_the_trace_ends_the_run_and_with_space_it_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)
+    undisturbed = finished(compose(*SEVERAL, f"runs={tmp_path}/a"))
+    arguments = [*SEVERAL, f"runs={tmp_path}/b"]
+    with monkeypatch.context() as patch:
+        fills_up(patch, r"part-\d+", range(3, 1000))
+        assert_told(*start(*arguments[len(TINY) - 1 :]), "No space left on device", "part-000003.parquet")
+    again = finished(compose(*arguments))
+    assert "goes on from step 8" in capsys.readouterr().out
+    assert_same(again, undisturbed)
 
 
 def test_half_a_line_written_is_an_error_not_a_lost_record(tmp_path, monkeypatch):

@@ -63,7 +63,9 @@ PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoin
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
     place = distributed.join()
-    with memory_told(config.batch_size):
+    with memory_told(
+        config.batch_size, " ".join(f"model.{key}={value}" for key, value in asdict(config.model).items())
+    ):
         summary = run_in(place, config)
     place.leave()
     return summary

@@ -44,8 +44,8 @@ MEMORY = re.compile(r"out of memory|allocate memory|size calculation overflowed|
 
 
 @contextmanager
-def memory_told(batch_size: int) -> Iterator[None]:
-    """What torch and Python raise where memory runs out, on whatever device, becomes a TrainingError."""
+def memory_told(batch_size: int, network: str = "") -> Iterator[None]:
+    """What torch and Python raise where memory runs out, on whatever device, becomes a TrainingError, which says what ``network`` it was."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -53,7 +53,7 @@ def memory_told(batch_size: int) -> Iterator[None]:
         if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or MEMORY.search(line)):
             raise
         raise TrainingError(
-            f"out of memory with batch_size={batch_size}: lower it, or choose a smaller network or data set ({line})"
+            f"out of memory with batch_size={batch_size}: lower it, or choose a smaller network or data set ({line}{network and '; ' + network})"
         ) from error
 
 
