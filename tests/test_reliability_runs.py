@@ -6,10 +6,12 @@ import io
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=1", "model.wid
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "AWS_SECRET_ACCESS_KEY": "hidden-from-every-file"}
 
 
-def start(*arguments: str) -> tuple[int, str]:
+def start(*arguments: str, tiny: Sequence[str] = TINY) -> tuple[int, str]:
     """run.py in this process: its status and what it said on stderr."""
     err = io.StringIO()
     with (
@@ -36,7 +38,7 @@ def start(*arguments: str) -> tuple[int, str]:
         contextlib.redirect_stderr(err),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(sys, "argv", ["run.py", *TINY, *arguments])
+        patch.setattr(sys, "argv", ["run.py", *tiny, *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")
         status = run.main()
     return status, err.getvalue()
@@ -162,7 +164,7 @@ def test_a_full_disk_at_a_part_of_the_trace_ends_the_run_and_with_space_it_goes_
     arguments = [*SEVERAL, f"runs={tmp_path}/b"]
     with monkeypatch.context() as patch:
         fills_up(patch, r"part-\d+", range(3, 1000))
-        assert_told(*start(*arguments[len(TINY) - 1 :]), "No space left on device", "part-000003.parquet")
+        assert_told(*start(*arguments, tiny=[]), "No space left on device", "part-000003.parquet")
     again = finished(compose(*arguments))
     assert "goes on from step 8" in capsys.readouterr().out
     assert_same(again, undisturbed)
@@ -268,6 +270,40 @@ def test_every_dependency_has_a_lower_bound():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     assert all(">=" in line or "==" in line for line in [*project["dependencies"], *extras])
+
+
+AUDITS = {  # pip's exit status and words, pip-audit's
+    "no network for pip": (1, "NewConnectionError('Failed to establish a new connection: no name resolution')", 0, ""),
+    "no network for pip-audit": (0, "", 1, "Traceback …\nrequests.exceptions.ConnectionError: Max retries exceeded"),
+    "another fault": (0, "", 1, "Traceback …\nKeyError: 'a bug of its own'"),
+    "no such package": (1, "ERROR: Could not find a version of pip-audit for this Python", 0, ""),
+    "found": (0, "", 1, "Found 2 known vulnerabilities in 1 package"),
+    "clean": (0, "a note", 0, "No known vulnerabilities found"),
+}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("kind", AUDITS)
+def test_make_audit_blames_the_network_for_its_own_failures_only(kind, tmp_path):
+    pip, said_by_pip, audit, said = AUDITS[kind]
+    python = tmp_path / "python"
+    lines = ["#!/bin/sh", "mkdir -p $3/bin"]
+    for name, status, words in (("pip", pip, said_by_pip), ("pip-audit", audit, said)):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{words}\nEND\nexit {status}\n")
+        lines.append(f"cp {tmp_path / name} $3/bin/; chmod +x $3/bin/{name}")
+    python.write_text("\n".join(lines) + "\n")
+    python.chmod(0o755)
+    command = ["make", "-s", "-o", "install", "audit", f"PYTHON={python}", f"PY={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode != 0) == bool(pip or audit)
+    blamed = "make audit needs the network" in done.stderr
+    assert blamed == kind.startswith("no network") and (blamed or (said in done.stderr and said_by_pip in done.stderr))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_audit_makes_the_environment_first(tmp_path):
+    command = ["make", "-n", "audit", f"VENV={tmp_path}/none"]
+    assert f"-m venv {tmp_path}/none" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def test_nothing_is_unpickled_or_read_as_yaml_with_code():
