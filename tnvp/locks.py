@@ -69,8 +69,11 @@ def is_held(path: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        with open(path, "rb") as file:
-            return not _try(file, fcntl.LOCK_SH)  # which any number of processes may have at once
+        while True:
+            with open(path, "rb") as file:
+                held = not _try(file, fcntl.LOCK_SH)  # which any number of processes may have at once
+                if held or _is(path, file.fileno()):
+                    return held
     except FileNotFoundError:
         return False
 
