@@ -7,6 +7,7 @@ was given. At the end a table tells how each point stands. One run may have seve
 """
 
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -83,18 +84,25 @@ def run_sweep(plan: Plan, flags: Namespace) -> int:
     """Let Hydra's sweeper and launcher run the points, then tell how each stands; returns the exit status."""
     global TOTAL
     from tnvp import experiment, sweep
+    from tnvp.files import made
 
     planned = [] if plan.searches else plan.points
     points = [sweep.Point(overrides, experiment.run_path(config).absolute()) for overrides, config in planned]
-    before, folder, TOTAL = sweep.complete(points), sweep.own_folder(plan.folder), len(points)
-    sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
+    before, TOTAL = sweep.complete(points), len(points)
     interrupted = status = 0
-    try:
-        with Interrupts(first=partial(sweep.stop, folder)).handled():
-            status = launch()
-            sweep.wait(points)
-    except KeyboardInterrupt as stop:
-        interrupted = told(stop)
+    with made(Path(plan.folder).absolute().parent):
+        folder = sweep.own_folder(plan.folder)
+        sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
+        try:
+            with Interrupts(first=partial(sweep.stop, folder)).handled():
+                status = launch()
+                sweep.wait(points)
+        except KeyboardInterrupt as stop:
+            interrupted = told(stop)
+        except (HydraException, OmegaConfBaseException):  # set up wrongly
+            if not sweep.notes(folder):
+                shutil.rmtree(folder)
+            raise
     rows = sweep.rows(points, sweep.notes(folder), before)
     if len(rows) > 1 or status or interrupted:
         print(sweep.describe(rows), file=sys.stderr)

@@ -1,5 +1,6 @@
 """A run that is killed at any moment is continued by the same command, and ends with the very same result."""
 
+import fcntl
 import gc
 import io
 import math
@@ -13,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -23,13 +25,14 @@ from tests.processes import resident_mebibytes
 from tests.test_experiment import compose
 from tnvp import experiment, resume, tracking
 from tnvp.config import Config
+from tnvp.continuation import understood
 from tnvp.events import PruneEvent
 from tnvp.journal import Journal
-from tnvp.locks import locked
+from tnvp.locks import is_held, locked
 from tnvp.results import ResultsError, RunDirectory
 from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_state import Checkpoints
-from tnvp.training import Fit, Validation
+from tnvp.training import Fit, TrainingError, Validation
 
 SMALL = [
     "epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "pruning.trace_every=3",
@@ -386,6 +389,108 @@ def test_a_checkpoint_whose_records_are_lost_is_not_used(tmp_path, monkeypatch, 
     assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
 
 
+def changed_byte(path, place: int) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "traces.parquet"])
+def test_records_damaged_before_a_checkpoint_are_noticed_as_a_damaged_checkpoint_is(
+    name, tracked, tmp_path, monkeypatch, capsys
+):
+    """What the checkpoint before does not reach is made anew; what both have means that the run starts over."""
+    monkeypatch.setattr(experiment, "start_tracking", lambda *_: Recorded() if tracked else tracking.Tracker())
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)
+    config = small(tmp_path / "a", *GRADUAL, "trunks=null", "checkpoint_steps=4")
+    undisturbed = finished(small(tmp_path / "b", *GRADUAL, "trunks=null"))
+    kept = stopped_at(14, config, monkeypatch)  # there are those of the steps 11 and 12
+    run = RunDirectory(kept.folder.parent)
+    earlier = kept.newest(lambda state: "" if state["fit"]["step"] == 11 else "later")["position"]
+    for path in kept.folder.glob("*.old-1"):
+        path.rename(path.with_name(path.name.removesuffix(".old-1")))
+    if name == "traces.parquet":
+        late, early = (sorted(run.traces_path.iterdir())[i] for i in (earlier[name][0], 0))
+        changed_byte(late, 50)
+    else:
+        changed_byte(early := run.path / name, earlier[name][0] + 3 if name == "metrics.jsonl" else 50)
+    if name == "events.jsonl":
+        with pytest.warns(UserWarning, match="no whole checkpoint"):
+            assert_same(finished(config), undisturbed)
+        return
+    with pytest.warns(UserWarning, match=rf"records from before it are damaged, in {name}\): set aside"):
+        assert_same(finished(config), undisturbed)
+    assert "goes on from step 11" in capsys.readouterr().out
+    shutil.rmtree(run.path)
+    stopped_at(14, config, monkeypatch)
+    changed_byte(early, 50)
+    with pytest.warns(UserWarning, match="no whole checkpoint: it is set aside, and the run starts over"):
+        assert_same(finished(config), undisturbed)
+
+
+def test_a_record_that_can_not_be_read_is_no_fault_of_other_code(tmp_path):
+    with pytest.raises(ResultsError, match=r"^line 3 is torn$"), understood(RunDirectory(tmp_path)):
+        raise ResultsError("line 3 is torn")
+
+
+def test_what_killed_writes_left_is_gone_when_the_run_goes_on(tmp_path, monkeypatch):
+    config = small(tmp_path, *GRADUAL, "checkpoint_steps=4")
+    kept = stopped_at(14, config, monkeypatch)
+    run = RunDirectory(kept.folder.parent)
+    run.traces_path.mkdir(exist_ok=True)
+    left = [
+        run.path / ".summary.json.99999.tmp", run.path / ".model.pt.1.tmp", kept.folder / ".000000013.pt.7.tmp",
+        run.traces_path / ".part-000001.parquet.7.tmp", *(path.with_name(f".{path.name}.7.tmp") for path in [tmp_path / ".trunks" / "x.pt"]),
+    ]  # fmt: skip
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    (mine := run.path / ".mine.tmp").write_text("a person's")
+    finished(config)
+    assert [path for path in left if path.exists()] == [left[-1]], "another trunk may be at work"
+    assert mine.exists()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_so_and_leaves_nothing_that_has_no_records(
+    tmp_path, monkeypatch, capsys
+):
+    config = small(tmp_path, *GRADUAL, "trunks=null")
+    path = experiment.run_path(config)
+    for step, said in ((1, False), (5, False), (5, True)):  # the windows are of 3 steps
+        stopped_at(step, config, monkeypatch)
+        assert ("was stopped before its first checkpoint: it is set aside" in capsys.readouterr().out) == said
+    assert [p.name for p in path.parent.iterdir() if ".old-" in p.name] == [f"{path.name}.old-1"]
+    assert RunDirectory(path.with_name(f"{path.name}.old-1")).metrics()["step"].tolist() == [3]
+
+
+def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path):
+    """One process looks all the time while another takes the lock and leaves it again."""
+    path, done = tmp_path / "lock", threading.Event()
+
+    def look():
+        while not done.is_set():
+            is_held(path)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            with locked(path):  # LockedError if it isn't to be had
+                assert is_held(path) and is_held(path)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not is_held(path)
+    path.write_bytes(b"")  # of a process that was killed
+    with open(path) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        with locked(path):
+            pass
+
+
 def test_force_starts_over_and_sets_the_unfinished_run_aside(tmp_path, monkeypatch, capsys):
     config = small(tmp_path, *GRADUAL)
     stopped_at(14, config, monkeypatch)
@@ -457,6 +562,76 @@ def test_what_is_not_finite_ends_the_run_and_the_last_good_state_stays(
         assert f"of step 11, is in {directory.checkpoint_path}" in str(told.value)
         assert "A changed configuration is another run" in str(told.value)
     assert not directory.is_complete
+
+
+def overflow(fit: Fit) -> None:
+    """Of the second moments: the updates become 0, and all parameters stay finite."""
+    fit.optimizer.state[fit.model.fc1.weight]["exp_avg_sq"][0, 0] = math.inf
+
+
+def blow_up_a_statistic(fit: Fit) -> None:
+    next(value for name, value in fit.model.named_buffers() if name.endswith("running_var"))[0] = math.inf
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "message"),
+    [
+        (overflow, ["optimizer=adam"], r"the optimizer's exp_avg_sq of fc1\.weight has NaN or Inf at step 16"),
+        (blow_up_a_statistic, ["model.batch_norm=true"], r"running_var has NaN or Inf at step 16"),
+    ],
+)
+def test_no_state_is_kept_whose_buffers_or_optimizer_are_not_finite(what, more, message, tmp_path, monkeypatch):
+    config = small(tmp_path, "pruning=none", "checkpoint_steps=8", *more)
+    poisoned(monkeypatch, 16, what)
+    with pytest.raises(TrainingError, match=message):
+        experiment.run(config)
+    assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == 11
+
+
+# Clocks.
+
+
+def kept_at(monkeypatch) -> list[int]:
+    """The steps of the checkpoints that are written from here on."""
+    steps, real = [], Checkpoints.write
+    monkeypatch.setattr(
+        Checkpoints, "write", lambda self, step, content: steps.append(step) or real(self, step, content)
+    )
+    return steps
+
+
+def test_checkpoints_come_every_so_many_minutes(tmp_path, monkeypatch):
+    """A step takes 20 seconds here, and a checkpoint is due after 60; each, also that of an epoch's end, begins a new minute."""
+    clock, real = [0.0], Fit.add
+    monkeypatch.setattr(Fit, "add", lambda *a: clock.__setitem__(0, clock[0] + 20) or real(*a))
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    steps = kept_at(monkeypatch)
+    finished(small(tmp_path / "a", "pruning=none", "checkpoint_minutes=1"))
+    assert steps == [3, 6, 9, 11, 14, 17, 20, 22]
+    del steps[:]
+    finished(small(tmp_path / "b", "pruning=none", "checkpoint_minutes=null"))
+    assert steps == [11, 22]
+
+
+def test_a_clock_that_jumps_during_a_run_changes_nothing(tmp_path, monkeypatch):
+    """Forward by a day, and then back by two."""
+    steps, more = kept_at(monkeypatch), [*GRADUAL, "trunks=null", "checkpoint_steps=4", "checkpoint_minutes=600"]
+    undisturbed, without = finished(small(tmp_path / "a", *more)), list(steps)
+    del steps[:]
+    ahead, real, add = [0], time.time, Fit.add
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+
+    def jump(fit, *a):
+        ahead[0] = {5: 86_400, 13: -86_400}.get(fit.step, ahead[0])
+        add(fit, *a)
+
+    monkeypatch.setattr(Fit, "add", jump)
+    began = time.monotonic()
+    again = finished(small(tmp_path / "b", *more))
+    assert 0 < again.summary["seconds"] < time.monotonic() - began < 3600
+    assert all(event["seconds"] < 3600 for event in again.events())
+    assert steps == without and ahead == [-86_400]
+    assert_same(again, undisturbed)
 
 
 def test_seconds_add_up_though_the_clock_is_set_back(tmp_path, monkeypatch):

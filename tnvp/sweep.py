@@ -18,9 +18,10 @@ from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple
 
-from tnvp.locks import LockedError, locked
+from tnvp.files import write_atomically
+from tnvp.locks import is_held, locked
 from tnvp.resume import Stopped
-from tnvp.run_directory import RunDirectory, write_atomically
+from tnvp.run_directory import RunDirectory
 
 NOTE = "outcome.json"
 AT_WORK = "at-work.lock"  # beside the note, held while the job's process has it at work
@@ -62,17 +63,6 @@ def own_folder(wanted: str | Path) -> Path:
 def running_elsewhere(path: Path) -> bool:
     """True while a process has the run at ``path`` at work."""
     return is_held(RunDirectory(path).lock_path)
-
-
-def is_held(lock: Path) -> bool:
-    """True while a process is inside `locked` for this file."""
-    if not lock.exists():
-        return False
-    try:
-        with locked(lock):
-            return False
-    except LockedError:
-        return True
 
 
 def note(folder: str | Path, **facts: object) -> None:
