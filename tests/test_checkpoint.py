@@ -1,5 +1,8 @@
 """A pruned model survives save and load bit for bit; a bad file is refused by name, and no code is unpickled."""
 
+import errno
+import io
+import os
 import pickle
 
 import pytest
@@ -93,14 +96,45 @@ def test_the_old_file_stays_when_writing_fails(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def full(content, file):
-        open(file, "wb").close()
-        raise OSError("No space left on device")
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match="No space left"):
         tnvp.save(Own(), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a power failure could leave a complete run with an empty model."""
+    synced, real = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda aside, path: synced.append(os.stat(aside)) or real(aside, path))
+    tnvp.save(Own(), tmp_path / "model.pt")
+    on_disk, renamed = synced
+    assert os.path.samestat(on_disk, renamed) and on_disk.st_size == renamed.st_size > 0
+
+
+def test_a_full_disk_is_told_in_its_own_words(tmp_path, monkeypatch):
+    """torch meets the error a second time, and then says where in its code."""
+    real = torch.save
+
+    def save(content, file):
+        class Full(io.RawIOBase):
+            writable = lambda self: True  # noqa: E731
+
+            def write(self, data):
+                if file.tell() > 200:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return file.write(data)
+
+        real(content, Full())
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(CheckpointError, match=r"model\.pt: .*No space left on device"):
+        tnvp.save(Own(), tmp_path / "model.pt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_of_ones_own_needs_an_instance(tmp_path):

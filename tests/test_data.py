@@ -577,6 +577,13 @@ def test_long_decoding_is_said_once_on_stderr(tmp_path, monkeypatch, capfd):
     assert said.out == "" and said.err.count("\n") == 1 and "18 images" in said.err and "cache" in said.err
 
 
+@pytest.mark.parametrize("image_size", [10**7, 2**32 - 1])
+def test_images_too_large_for_any_memory_are_refused_by_their_size(image_size, tmp_path):
+    make_images(tmp_path)
+    with pytest.raises(DataError, match=rf"image_size={image_size}: 18 images .* GiB of memory"):
+        load_folder(tmp_path, image_size=image_size)
+
+
 def test_a_broken_image_is_named(tmp_path):
     folder = make_images(tmp_path, size=(40, 40), ending="jpg")
     path = folder / "train" / "dog" / "3.jpg"

@@ -11,7 +11,7 @@ import tnvp
 
 PACKAGE = Path(tnvp.__file__).parent
 ORDER = [  # each module may import tnvp modules of earlier rows, and of its own row only where NEIGHBOURS says so
-    {"pruning"},
+    {"files", "pruning"},
     {"image_folder", "locks", "models", "run_directory", "tracking", "training", "wandb_file"},
     {"published", "figure_style", "run_state", "resume", "sweep"},
     {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk"}
@@ -38,22 +38,24 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "study_figures": {"controls", "figure_style", "results", "run_directory"},  # never W&B
     "setting_figures": {"figure_style", "results", "run_directory"},
     "stability_figure": {"figure_style", "results", "run_directory"},
-    "stability": {"run_directory", "trace_figures"},
+    "stability": {"files", "run_directory", "trace_figures"},
     "controls": {"results"},
-    "latency": {"checkpoint", "models", "run_directory"},
+    "latency": {"checkpoint", "files", "models", "run_directory"},
     "run_figures": {"figure_style", "run_directory"},
     "trace_figures": {"figure_style", "run_directory"},
     "graph_figure": {"figure_style"},
-    "figure_style": {"run_directory"},
-    "results": {"run_directory", "tracking"},  # exports what a server has
-    "run_directory": set(),
+    "figure_style": {"files"},
+    "results": {"files", "run_directory", "tracking"},  # exports what a server has
+    "run_directory": {"files"},
     "tracking": {"wandb_file"},
     "wandb_file": set(),
+    "checkpoint": {"files", "models", "pruning"},
+    "files": set(),
     "models": set(),
     "training": set(),
-    "sweep": {"locks", "run_directory"},
-    "trunk": {"locks", "run_directory", "run_state", "training"},
-    "run_state": {"run_directory"},
+    "sweep": {"files", "locks", "resume", "run_directory"},
+    "trunk": {"files", "locks", "run_directory", "run_state", "training"},
+    "run_state": {"files", "run_directory"},
     "resume": {"training"},
     "continuation": {"locks", "pruning", "resume", "run_directory", "run_state", "training"},
     "locks": set(),

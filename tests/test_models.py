@@ -1,5 +1,6 @@
 """The zoo builds what its sources describe, for any images; torchvision's networks come in the data set's shape."""
 
+from dataclasses import fields
 from itertools import pairwise
 from urllib.error import URLError
 
@@ -10,6 +11,7 @@ from torch import nn
 import tnvp
 from tnvp import models
 from tnvp.models import MODELS, ModelError, build
+from tnvp.schema import SCHEMAS
 
 DIGITS, MNIST, CIFAR, OBLONG = (1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 20, 12)
 SMALL = {  # name → arguments that make a network of a few thousand parameters
@@ -43,6 +45,21 @@ def survives_its_file(model, shape, path):
 
 
 # The zoo.
+
+
+@pytest.mark.parametrize(
+    "key", ["vgg11_bn.width", "resnet20.width", "vit_tiny.dim", "vit_tiny.depth", "vit_tiny.mlp_ratio"]
+)
+def test_the_largest_network_that_may_be_asked_for_fails_for_lack_of_memory_alone(key):
+    """On a device without memory it can be built: no size is beyond what can be counted."""
+    name, _, argument = key.partition(".")
+    (metadata,) = [f.metadata for f in fields(SCHEMAS["model"][name]) if f.name == argument]
+    largest = float(metadata["interval"][1:-1].split(",")[1])
+    assert largest < float("inf"), "models and images have sizes with bounds"
+    more = {"heads": 4} if argument == "dim" else {}
+    with torch.device("meta"):
+        model = build(name, shape=CIFAR, classes=7, **{argument: int(largest), **more})
+    assert parameters(model) > 10**8
 
 
 def test_the_small_settings_cover_the_zoo():

@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ import run
 import tnvp
 from tnvp import experiment, sweep
 from tnvp.schema import SCHEMAS, Composition, Config
+
+from .test_experiment import compose
 
 TINY = ["experiment=digits", "model.widths=[4]", "epochs=1", "pruning.finetune_epochs=0", "tracking=none", "progress=false", "trunks=null"]  # fmt: skip
 SECRET = "s3cr3t-of-the-environment"
@@ -38,8 +41,14 @@ VALUES = st.one_of(
 CHOICES = st.sampled_from([c for choices in SCHEMAS.values() for c in choices] + ["nope"])
 RIGHT = st.sampled_from(
     ["seed=3", "batch_size=64", "pruning=none", "pruning.sparsity=0.25", "optimizer=adam", "model.batch_norm=true", "name=mine", "++epochs=1", "study='é ü'",
-     "pruning.criterion=l1", "pruning.compensation=none", "dataset.flip=true", "dataset.mean=[0.5]", "precision=bfloat16", "model.widths=[8,4]", "runs=here/there"]
+     "pruning.criterion=l1", "pruning.compensation=none", "dataset.flip=true", "dataset.mean=[0.5]", "precision=bfloat16", "model.widths=[8,4]", "runs=here/there", "trunks=here/.trunks"]
 )  # fmt: skip
+OF_CHOICES = [
+    (f"{group}={choice}", f"{group}.{name}")
+    for group in ("dataset", "model")
+    for choice, schema in SCHEMAS[group].items()
+    for name in (field.name for field in fields(schema))
+]
 OVERRIDES = st.one_of(
     RIGHT,
     st.builds("{}{}={}".format, st.sampled_from(["", "", "", "+", "++"]), st.sampled_from(KEYS), VALUES),
@@ -47,6 +56,10 @@ OVERRIDES = st.one_of(
     st.builds("~{}".format, st.sampled_from(KEYS)),
     st.builds("{}={}".format, st.text("abc.@_/", min_size=1, max_size=8), VALUES),
     st.text(max_size=10).filter(lambda text: not text.startswith("-")),
+)
+
+WITH_CHOICE = st.builds(  # a field of another data set or network: composed here, and not run
+    lambda of, value: [of[0], f"{of[1]}={value}"], st.sampled_from(OF_CHOICES), VALUES
 )
 
 
@@ -73,7 +86,10 @@ def attempt(*arguments: str) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         patch.setattr(tnvp.experiment, "run", one)
         patch.setattr(sweep, "status", lambda rows: status_of(rows) if all(ran) else 0)
-        patch.setattr(sys, "argv", ["run.py", *TINY, *arguments])
+        tiny = [
+            word for word in TINY if not word.startswith("model.") or not any(a.startswith("model=") for a in arguments)
+        ]
+        patch.setattr(sys, "argv", ["run.py", *tiny, *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")
         patch.setenv("FAKE_SECRET", SECRET)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -81,13 +97,14 @@ def attempt(*arguments: str) -> SimpleNamespace:
                 status = run.main()
             except SystemExit as ended:  # argparse's own
                 status = ended.code
+        left = {str(path.relative_to(place)) for path in Path(place).rglob("*")}  # folders and hidden files too
         files = [path for path in Path(place).rglob("*") if path.is_file()]
         leaked = [str(path) for path in files if SECRET.encode() in path.read_bytes() or SECRET in str(path)]
         runs = {path.parent for path in files if path.name == "config.yaml"}
         halves = [path for path in runs if not (path / "summary.json").exists()]
     printed = out.getvalue() + err.getvalue()
     return SimpleNamespace(
-        status=status, err=err.getvalue(), printed=printed, ran=ran, runs=runs, halves=halves, leaked=leaked
+        status=status, err=err.getvalue(), printed=printed, ran=ran, runs=runs, halves=halves, leaked=leaked, left=left
     )
 
 
@@ -101,15 +118,27 @@ def assert_told(arguments: list[str]) -> str:
         assert found.ran and not found.halves
         return "run" if all(found.ran) else "valid"
     assert found.err.strip() and len(found.err.splitlines()) <= 12, found.err
-    words = {word for argument in arguments for word in re.findall(r"\w+", argument)}
-    unnamed = any(not re.search(r"\w", argument) for argument in arguments)  # a fault in these has no word
-    named = unnamed or any(word in found.err for word in words)
-    assert named, (arguments, found.err)  # the field or the value
+    assert any(is_named(argument, found.err) for argument in arguments), (arguments, found.err)
     if found.halves:
         assert DIVERGED.search(found.err), found.err
         return "diverged"
-    assert not found.runs
+    assert not found.left, "nothing is half made: no folder, no lock"
     return "refused"
+
+
+def is_named(argument: str, message: str) -> bool:
+    """Whether the message has the key that the argument sets, or its value."""
+    key, _, value = argument.partition("=")
+    key, value, as_is = key.lstrip("+~"), value.strip("'\""), repr(argument)[1:-1]
+    if not re.search(r"\w", argument):  # a fault in these has no word
+        return True
+    leaf = key.rpartition(".")[2]  # what knows no configuration says so
+    words = [re.escape(word) for word in (key, leaf) if len(word) > 1]
+    return (
+        any(re.search(rf"(?<!\w){word}(?!\w)", message) for word in words)
+        or as_is in message
+        or (len(value) > 2 and value in message)
+    )
 
 
 def fuzz(examples: int) -> Counter:
@@ -123,7 +152,7 @@ def fuzz(examples: int) -> Counter:
         database=None,
         phases=[Phase.generate],
     )
-    @given(st.lists(OVERRIDES, min_size=1, max_size=2))
+    @given(st.one_of(st.lists(OVERRIDES, min_size=1, max_size=2), WITH_CHOICE))
     def law(arguments):
         seen[assert_told(arguments)] += 1
 
@@ -166,9 +195,20 @@ def test_500_random_command_lines_are_run_or_refused_with_a_message():
         (["dataset.std=[1e-40]"], "std is too small"),
         (["dataset.crop_padding=100000000"], "dataset.crop_padding=100000000 must be"),
         (["trunks=/proc/x"], "/proc/x"),
-        (["study=${oc.env:FAKE_SECRET}"], "study=${oc.env:FAKE_SECRET}: only environment variables whose names begin"),
-        (["tracking=wandb", "tracking.tags=[a,'${oc.env:FAKE_SECRET}']"], "tracking.tags.1=${oc.env:FAKE_SECRET}: only"),
-        (["dataset=mnist", "dataset.root='${oc.env:TNVP_NONE,${oc.env:FAKE_SECRET}}'"], "dataset.root="),
+        (["dataset=image_folder", "dataset.folder=x", "dataset.image_size=4294967295"], "dataset.image_size=4294967295 must"),
+        (["model=vgg11_bn", "model.width=1e18"], "model.width=1e+18 must be"),
+        (["model=vit_tiny", "model.depth=4294967295"], "model.depth=4294967295 must be"),
+        (["study=${oc.env:FAKE_SECRET}"], "study: only environment variables whose names begin with TNVP_"),
+        (["study='${oc.${name}:FAKE_SECRET}'", "name=env"], "study: only environment variables"),
+        (["-m", "study='${oc.${name}:FAKE_SECRET}'", "name=env"], "study: only environment variables"),
+        (["study='${oc.decode:\"\\${oc.env:FAKE_SECRET}\"}'"], "study: only environment variables"),
+        (["study='${oc.create:\"\\${oc.env:FAKE_SECRET}\"}'"], "study: "),
+        (["study='${hydra:job.env_set.X}'", "hydra.job.env_set.X='${oc.env:FAKE_SECRET}'"], "study: "),
+        (["-m", "seed=1,2", "hydra.sweep.dir='${oc.env:FAKE_SECRET}'"], "only environment variables"),
+        (["tracking=wandb", "tracking.tags=[a,'${oc.env:FAKE_SECRET}']"], "tracking.tags[1]: only environment variables"),
+        (["dataset=mnist", "dataset.root='${oc.env:TNVP_NONE,${oc.env:FAKE_SECRET}}'"], "dataset.root: only environment"),
+        (["trunks=here/.trunks", "pruning.ignore=[fc1]"], "nothing in this network can be pruned"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir='${nope}'"], "'nope' not found"),
         (["pruning.ignore=[fc1]"], "nothing in this network can be pruned"),
     ],
 )  # fmt: skip
@@ -188,6 +228,14 @@ def test_names_stay_inside_the_folder_of_runs(tmp_path):
         for key in ("study", "name"):
             found = attempt(f"{key}='{name}'")
             assert found.status == 2 and f"{key}=" in found.err and not found.runs
+
+
+def test_a_run_that_can_not_begin_leaves_no_folder_for_trunks(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = compose(*TINY[:-1], f"trunks={tmp_path}/made/.trunks", f"runs={tmp_path}/file/runs")
+    with pytest.raises(OSError, match="file"):
+        experiment.run(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_variable_of_our_own_may_be_read(monkeypatch):

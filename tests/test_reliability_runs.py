@@ -6,28 +6,31 @@ import io
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import run
-from tnvp import events, experiment, results, run_directory
+from tnvp import events, experiment, files, results, run_directory
 from tnvp.results import RunDirectory
 from tnvp.training import TrainingError
 
 from .test_experiment import compose
+from .test_resume import Killed, assert_same, dies_at, finished
 
 ROOT = Path(run.__file__).parent
 TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=1", "model.widths=[8]", "tracking=none", "progress=false", "trunks=null"]  # fmt: skip
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "AWS_SECRET_ACCESS_KEY": "hidden-from-every-file"}
 
 
-def start(*arguments: str) -> tuple[int, str]:
+def start(*arguments: str, tiny: Sequence[str] = TINY) -> tuple[int, str]:
     """run.py in this process: its status and what it said on stderr."""
     err = io.StringIO()
     with (
@@ -35,7 +38,7 @@ def start(*arguments: str) -> tuple[int, str]:
         contextlib.redirect_stderr(err),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(sys, "argv", ["run.py", *TINY, *arguments])
+        patch.setattr(sys, "argv", ["run.py", *tiny, *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")
         status = run.main()
     return status, err.getvalue()
@@ -108,18 +111,63 @@ def test_any_file_that_can_not_be_written_is_told(name, tmp_path, monkeypatch):
         seekable = readable = writable = lambda self: True
         seek = tell = lambda self, *_: 0
 
-    monkeypatch.setattr(
-        run_directory,
-        "open",
-        lambda path, *a, **k: Full() if name in Path(path).name else real(path, *a, **k),
-        raising=False,
-    )
+    for module in (files, run_directory):
+        monkeypatch.setattr(
+            module,
+            "open",
+            lambda path, *a, **k: Full() if name in Path(path).name else real(path, *a, **k),
+            raising=False,
+        )
     assert_told(*start(f"runs={tmp_path}"), "No space left on device", name)
     monkeypatch.undo()
     (path,) = tmp_path.rglob("environment.json") if name != "config.yaml" else [tmp_path]
     assert not list(tmp_path.rglob("summary.json"))
     if path != tmp_path:
         assert RunDirectory.open(path.parent).config["seed"] == 0
+
+
+def fills_up(patch, name: str, calls: range) -> None:
+    """These writes of files whose names match, counted from 1, fail as on a full disk; the others don't."""
+    real, count = os.fsync, iter(range(1, 1000))
+
+    def fsync(descriptor):
+        if re.search(name, os.readlink(f"/proc/self/fd/{descriptor}")) and next(count) in calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    patch.setattr(os, "fsync", fsync)
+
+
+GRADUAL = ["pruning=gradual", "pruning.start_step=2", "pruning.end_step=16", "pruning.every=4", "pruning.trace_every=3"]
+SEVERAL = [*(argument for argument in TINY if "finetune" not in argument), *GRADUAL, "epochs=2", "checkpoint_steps=4"]
+
+
+def test_a_full_disk_at_a_checkpoint_costs_the_checkpoint_and_not_the_run(tmp_path, monkeypatch):
+    undisturbed = finished(compose(*SEVERAL, f"runs={tmp_path}/a"))
+    config = compose(*SEVERAL, f"runs={tmp_path}/b")
+    fills_up(monkeypatch, r"\d{9}\.pt", range(3, 1000))
+    dies_at(monkeypatch, [18])
+    with (
+        pytest.warns(UserWarning, match="No space left on device.*the one before stays the last"),
+        pytest.raises(Killed),
+    ):
+        experiment.run(config)
+    checkpoints = RunDirectory(experiment.run_path(config)).checkpoint_path
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000000004.pt", "000000008.pt"], "nothing half"
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert_same(finished(config), undisturbed)  # from step 8, and no later checkpoint finds space
+
+
+def test_a_full_disk_at_a_part_of_the_trace_ends_the_run_and_with_space_it_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)
+    undisturbed = finished(compose(*SEVERAL, f"runs={tmp_path}/a"))
+    arguments = [*SEVERAL, f"runs={tmp_path}/b"]
+    with monkeypatch.context() as patch:
+        fills_up(patch, r"part-\d+", range(3, 1000))
+        assert_told(*start(*arguments, tiny=[]), "No space left on device", "part-000003.parquet")
+    again = finished(compose(*arguments))
+    assert "goes on from step 8" in capsys.readouterr().out
+    assert_same(again, undisturbed)
 
 
 def test_half_a_line_written_is_an_error_not_a_lost_record(tmp_path, monkeypatch):
@@ -222,6 +270,40 @@ def test_every_dependency_has_a_lower_bound():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     assert all(">=" in line or "==" in line for line in [*project["dependencies"], *extras])
+
+
+AUDITS = {  # pip's exit status and words, pip-audit's
+    "no network for pip": (1, "NewConnectionError('Failed to establish a new connection: no name resolution')", 0, ""),
+    "no network for pip-audit": (0, "", 1, "Traceback …\nrequests.exceptions.ConnectionError: Max retries exceeded"),
+    "another fault": (0, "", 1, "Traceback …\nKeyError: 'a bug of its own'"),
+    "no such package": (1, "ERROR: Could not find a version of pip-audit for this Python", 0, ""),
+    "found": (0, "", 1, "Found 2 known vulnerabilities in 1 package"),
+    "clean": (0, "a note", 0, "No known vulnerabilities found"),
+}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("kind", AUDITS)
+def test_make_audit_blames_the_network_for_its_own_failures_only(kind, tmp_path):
+    pip, said_by_pip, audit, said = AUDITS[kind]
+    python = tmp_path / "python"
+    lines = ["#!/bin/sh", "mkdir -p $3/bin"]
+    for name, status, words in (("pip", pip, said_by_pip), ("pip-audit", audit, said)):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{words}\nEND\nexit {status}\n")
+        lines.append(f"cp {tmp_path / name} $3/bin/; chmod +x $3/bin/{name}")
+    python.write_text("\n".join(lines) + "\n")
+    python.chmod(0o755)
+    command = ["make", "-s", "-o", "install", "audit", f"PYTHON={python}", f"PY={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode != 0) == bool(pip or audit)
+    blamed = "make audit needs the network" in done.stderr
+    assert blamed == kind.startswith("no network") and (blamed or (said in done.stderr and said_by_pip in done.stderr))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_audit_makes_the_environment_first(tmp_path):
+    command = ["make", "-n", "audit", f"VENV={tmp_path}/none"]
+    assert f"-m venv {tmp_path}/none" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def test_nothing_is_unpickled_or_read_as_yaml_with_code():

@@ -276,17 +276,52 @@ def test_a_resumed_run_holds_no_record_twice(run):
     run.log({"step": STEPS})  # at the step of the record before it
     run.event({"step": STEPS})
     run.write_traces(traces)
-    assert not run.reaches({**position, "metrics.jsonl": 10**9}) and run.reaches(position)
+    assert run.trouble(position) == ""
+    end, digest = position["metrics.jsonl"]
+    assert (
+        run.trouble({**position, "metrics.jsonl": [10**9, digest]})
+        == "records from before it are missing, in metrics.jsonl"
+    )
+    assert (
+        run.trouble({**position, "metrics.jsonl": [end - 1, digest]})
+        == "records from before it are damaged, in metrics.jsonl"
+    )
     run.cut_back(position)
     pd.testing.assert_frame_equal(run.metrics(), whole)
     pd.testing.assert_frame_equal(run.traces(), traces)
     assert run.events() == events and run.position() == position
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "traces.parquet"])
+def test_a_changed_bit_of_what_was_written_is_noticed(name, run):
+    position, path = run.position(), run.path / name
+    path = next(path.iterdir()) if path.is_dir() else path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
+    assert RunDirectory(run.path).trouble(position) == f"records from before it are damaged, in {name}"
+    path.write_bytes(whole)
+    assert RunDirectory(run.path).trouble(position) == ""
+
+
+def test_positions_of_a_long_run_read_every_record_once(tmp_path, monkeypatch):
+    read, real = [], run_directory.Digest.add
+    monkeypatch.setattr(run_directory.Digest, "add", lambda *a: read.append(len(a[1])) or real(*a))
+    monkeypatch.setattr(run_directory, "CHUNK", 1000)
+    run = RunDirectory.create(tmp_path)
+    for step in range(200):
+        run.log({"step": step, "train/loss": 0.5})
+        if step % 50 == 0:
+            run.write_traces(pd.DataFrame([[step, "fc1", 0, 0.0, 1.0, 9]], columns=run_directory.TRACE_COLUMNS))
+        position = run.position()
+    parts = sorted(run.traces_path.iterdir())
+    assert len(parts) == 4 and sum(read) == sum(path.stat().st_size for path in (run.metrics_path, *parts))
+    assert RunDirectory(tmp_path).trouble(position) == "", "whatever the pieces it was read in"
+
+
 def test_a_trace_is_read_in_parts_by_column_and_group_and_as_one_folder(run):
     whole = run.traces()
     half = len(whole) // 2
-    run.cut_back({**run.position(), "traces.parquet": 0})
+    run.cut_back({**run.position(), "traces.parquet": [0, ""]})
     assert run.traces().empty
     for part in (whole[:half], whole[half:]):
         run.write_traces(part)
@@ -298,9 +333,44 @@ def test_a_trace_is_read_in_parts_by_column_and_group_and_as_one_folder(run):
     assert 0 < len(expected) < len(whole)
 
 
+@pytest.mark.slow
+def test_of_a_million_rows_of_a_trace_no_more_is_held_than_was_asked_for(tmp_path):
+    """In ten parts, as a run writes them; twenty groups. What counts is the peak of what pyarrow allocates while it reads."""
+    import pyarrow
+
+    run, names = RunDirectory.create(tmp_path / "run"), [f"layer{n}" for n in range(20)]
+    for part in range(10):
+        steps, groups, neurons = np.meshgrid(np.arange(100) + 100 * part, names, np.arange(50), indexing="ij")
+        values = np.random.default_rng(part).normal(size=(2, steps.size))
+        columns = (steps.ravel(), groups.ravel(), neurons.ravel(), *values, steps.ravel())
+        run.write_traces(pd.DataFrame(dict(zip(run_directory.TRACE_COLUMNS, columns, strict=True))))
+
+    def read(**asked) -> tuple[int, int]:
+        return len(run.traces(**asked)), pool.max_memory()
+
+    before, pool = pyarrow.default_memory_pool(), pyarrow.system_memory_pool()
+    assert pool.max_memory() == 0, (
+        "the peak is that of the process: nothing else may have used this pool, and the smallest comes first"
+    )
+    pyarrow.set_memory_pool(pool)
+    try:
+        (group, for_group), (column, for_column), (whole, for_all) = (
+            read(groups=["layer7"]),
+            read(columns=["step"]),
+            read(),
+        )
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert (group, column, whole) == (50_000, 1_000_000, 1_000_000)
+    print(
+        f"MB at most: {for_group / 1e6:.1f} a group of 20, {for_column / 1e6:.1f} a column of 6, {for_all / 1e6:.1f} all"
+    )
+    assert for_group < for_all / 4 and for_column < for_all / 3
+
+
 def test_the_one_file_of_an_old_trace_is_read(run):
     whole = run.traces()
-    run.cut_back({**run.position(), "traces.parquet": 0})
+    run.cut_back({**run.position(), "traces.parquet": [0, ""]})
     run.traces_path.rmdir()
     whole.to_parquet(run.traces_path, index=False)
     pd.testing.assert_frame_equal(run.traces(), whole)

@@ -1,5 +1,6 @@
 """A run that is killed at any moment is continued by the same command, and ends with the very same result."""
 
+import fcntl
 import gc
 import io
 import math
@@ -13,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -21,15 +23,16 @@ import torch
 import run
 from tests.processes import resident_mebibytes
 from tests.test_experiment import compose
-from tnvp import experiment, tracking
+from tnvp import experiment, resume, tracking
 from tnvp.config import Config
+from tnvp.continuation import understood
 from tnvp.events import PruneEvent
 from tnvp.journal import Journal
-from tnvp.locks import locked
+from tnvp.locks import is_held, locked
 from tnvp.results import ResultsError, RunDirectory
-from tnvp.resume import Checkpointing, Stopped
+from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_state import Checkpoints
-from tnvp.training import Fit, Validation
+from tnvp.training import Fit, TrainingError, Validation
 
 SMALL = [
     "epochs=2", "model.widths=[16,8]", "optimizer.lr=0.1", "pruning.trace_every=3",
@@ -53,10 +56,21 @@ RUNS = {
     "threshold": [*THRESHOLD, "optimizer=adamw", "model.batch_norm=true", "dataset.crop_padding=1"],
     "threshold, mask": [*THRESHOLD, "pruning.mode=mask", "pruning.criterion=variance_preactivation"],
     "scratch": ["pruning=scratch", "pruning.finetune_epochs=0"],
+    "gradual, cnn": [*GRADUAL, "model=vgg11_bn", "model.width=0.0625"],
+    "gradual, parts": [*GRADUAL, "optimizer=adam"],  # of the trace, as long runs have them
 }  # fmt: skip
 
 
-QUICK = ["none", "one_shot, trunk", "one_shot, adamw, fresh", "gradual, random", "iterative", "threshold", "scratch"]
+QUICK = [
+    "none",
+    "one_shot, trunk",
+    "one_shot, adamw, fresh",
+    "gradual, random",
+    "iterative",
+    "threshold",
+    "scratch",
+    "gradual, parts",
+]
 
 
 class Killed(BaseException):
@@ -64,7 +78,8 @@ class Killed(BaseException):
 
 
 def small(folder, *overrides: str) -> Config:
-    return compose(*SMALL, f"runs={folder}", *overrides)
+    others = any(override.startswith("model=") for override in overrides)  # than MLPs, which have no widths
+    return compose(*(o for o in SMALL if not (others and "widths" in o)), f"runs={folder}", *overrides)
 
 
 def finished(config: Config) -> RunDirectory:
@@ -100,9 +115,16 @@ def dies_at(monkeypatch, steps: list[int]) -> None:
     monkeypatch.setattr(Checkpointing, "on_step", on_step)
 
 
+def parts_are_written(kind: str, monkeypatch) -> None:
+    """Several of the trace, if the kind is one for that."""
+    if kind.endswith("parts"):
+        monkeypatch.setattr(experiment, "PART_ROWS", 50)
+
+
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in RUNS])
 def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Killed with no checkpoint, within epochs, at their ends, after events; some checkpoints are some steps older."""
+    parts_are_written(kind, monkeypatch)
     undisturbed = finished(small(tmp_path / "a", *RUNS[kind]))
     steps = [1, 5, 11, 13, 17, 22] + [26] * bool(undisturbed.metrics()["step"].max() > 22)
     dies_at(monkeypatch, steps)
@@ -181,14 +203,31 @@ def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
     assert_same(finished(config), finished(small(tmp_path / "a", *RUNS[kind])))
 
 
+def test_a_part_of_the_trace_that_no_checkpoint_knows_is_cut_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)  # at each checkpoint
+    undisturbed = finished(small(tmp_path / "a", *GRADUAL))
+    config = small(tmp_path / "b", *GRADUAL, "checkpoint_steps=4")
+    directory, write = RunDirectory(experiment.run_path(config)), Checkpoints.write
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Checkpoints, "write", lambda *a: os.kill(os.getpid(), signal.SIGKILL) if a[1] == 16 else write(*a)
+        )
+        assert forked(config) == -signal.SIGKILL
+    position = Checkpoints(directory.checkpoint_path).newest(lambda state: "")["position"]
+    parts = len(list(directory.traces_path.iterdir()))
+    assert parts > position[directory.traces_path.name] > 0
+    assert_same(finished(config), undisturbed)
+
+
 def config_folder(config: Config):
     return experiment.run_path(config).parent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path):
+def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path, monkeypatch):
     """At least 5 kills a kind: while data are loaded, steps are done, files are written, and at the run's end."""
+    parts_are_written(kind, monkeypatch)
     moments = random.Random(kind)
     more = ["epochs=4", "checkpoint_steps=3", *RUNS[kind]]
     began = time.monotonic()
@@ -237,6 +276,7 @@ def test_a_second_signal_and_one_outside_of_training_stop_at_once(tmp_path, monk
     def interrupt(times, after=lambda *a: None):
         return lambda *a: [signal.raise_signal(signal.SIGINT) for _ in range(times)] or after(*a)
 
+    monkeypatch.setattr(resume, "TOGETHER", 0)
     config = small(tmp_path, *ONE_SHOT, "trunks=null")
     for owner, name, times, last in ((Journal, "on_step", 2, None), (PruneEvent, "__call__", 1, 22)):
         with monkeypatch.context() as patch:
@@ -244,6 +284,28 @@ def test_a_second_signal_and_one_outside_of_training_stop_at_once(tmp_path, monk
             with pytest.raises(Stopped, match="SIGINT"):
                 experiment.run(config)
         assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == last
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_that_comes_twice_is_one(late, tmp_path, monkeypatch):
+    """To all processes, and passed on by the one that started this one; the second may come when the step is done."""
+    config, step = small(tmp_path, *ONE_SHOT, "trunks=null"), Journal.on_step
+
+    def on_step(self, fit):
+        step(self, fit)
+        if fit.step == 9:
+            signal.raise_signal(signal.SIGINT)
+            if not late:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "on_step", on_step)
+    with pytest.raises(Stopped, match=r"SIGINT.*from step 9$"), Interrupts().handled():
+        try:
+            experiment.run(config)
+        finally:
+            if late:
+                signal.raise_signal(signal.SIGTERM)
+    assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == 9
 
 
 def test_a_second_process_is_kept_out_and_touches_nothing(tmp_path, capsys):
@@ -330,6 +392,108 @@ def test_a_checkpoint_whose_records_are_lost_is_not_used(tmp_path, monkeypatch, 
     assert_same(again, finished(small(tmp_path / "b", *GRADUAL)))
 
 
+def changed_byte(path, place: int) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "traces.parquet"])
+def test_records_damaged_before_a_checkpoint_are_noticed_as_a_damaged_checkpoint_is(
+    name, tracked, tmp_path, monkeypatch, capsys
+):
+    """What the checkpoint before does not reach is made anew; what both have means that the run starts over."""
+    monkeypatch.setattr(experiment, "start_tracking", lambda *_: Recorded() if tracked else tracking.Tracker())
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)
+    config = small(tmp_path / "a", *GRADUAL, "trunks=null", "checkpoint_steps=4")
+    undisturbed = finished(small(tmp_path / "b", *GRADUAL, "trunks=null"))
+    kept = stopped_at(14, config, monkeypatch)  # there are those of the steps 11 and 12
+    run = RunDirectory(kept.folder.parent)
+    earlier = kept.newest(lambda state: "" if state["fit"]["step"] == 11 else "later")["position"]
+    for path in kept.folder.glob("*.old-1"):
+        path.rename(path.with_name(path.name.removesuffix(".old-1")))
+    if name == "traces.parquet":
+        late, early = (sorted(run.traces_path.iterdir())[i] for i in (earlier[name][0], 0))
+        changed_byte(late, 50)
+    else:
+        changed_byte(early := run.path / name, earlier[name][0] + 3 if name == "metrics.jsonl" else 50)
+    if name == "events.jsonl":
+        with pytest.warns(UserWarning, match="no whole checkpoint"):
+            assert_same(finished(config), undisturbed)
+        return
+    with pytest.warns(UserWarning, match=rf"records from before it are damaged, in {name}\): set aside"):
+        assert_same(finished(config), undisturbed)
+    assert "goes on from step 11" in capsys.readouterr().out
+    shutil.rmtree(run.path)
+    stopped_at(14, config, monkeypatch)
+    changed_byte(early, 50)
+    with pytest.warns(UserWarning, match="no whole checkpoint: it is set aside, and the run starts over"):
+        assert_same(finished(config), undisturbed)
+
+
+def test_a_record_that_can_not_be_read_is_no_fault_of_other_code(tmp_path):
+    with pytest.raises(ResultsError, match=r"^line 3 is torn$"), understood(RunDirectory(tmp_path)):
+        raise ResultsError("line 3 is torn")
+
+
+def test_what_killed_writes_left_is_gone_when_the_run_goes_on(tmp_path, monkeypatch):
+    config = small(tmp_path, *GRADUAL, "checkpoint_steps=4")
+    kept = stopped_at(14, config, monkeypatch)
+    run = RunDirectory(kept.folder.parent)
+    run.traces_path.mkdir(exist_ok=True)
+    left = [
+        run.path / ".summary.json.99999.tmp", run.path / ".model.pt.1.tmp", kept.folder / ".000000013.pt.7.tmp",
+        run.traces_path / ".part-000001.parquet.7.tmp", *(path.with_name(f".{path.name}.7.tmp") for path in [tmp_path / ".trunks" / "x.pt"]),
+    ]  # fmt: skip
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    (mine := run.path / ".mine.tmp").write_text("a person's")
+    finished(config)
+    assert [path for path in left if path.exists()] == [left[-1]], "another trunk may be at work"
+    assert mine.exists()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_so_and_leaves_nothing_that_has_no_records(
+    tmp_path, monkeypatch, capsys
+):
+    config = small(tmp_path, *GRADUAL, "trunks=null")
+    path = experiment.run_path(config)
+    for step, said in ((1, False), (5, False), (5, True)):  # the windows are of 3 steps
+        stopped_at(step, config, monkeypatch)
+        assert ("was stopped before its first checkpoint: it is set aside" in capsys.readouterr().out) == said
+    assert [p.name for p in path.parent.iterdir() if ".old-" in p.name] == [f"{path.name}.old-1"]
+    assert RunDirectory(path.with_name(f"{path.name}.old-1")).metrics()["step"].tolist() == [3]
+
+
+def test_who_looks_at_a_lock_keeps_nobody_out(tmp_path):
+    """One process looks all the time while another takes the lock and leaves it again."""
+    path, done = tmp_path / "lock", threading.Event()
+
+    def look():
+        while not done.is_set():
+            is_held(path)
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(300):
+            with locked(path):  # LockedError if it isn't to be had
+                assert is_held(path) and is_held(path)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not is_held(path)
+    path.write_bytes(b"")  # of a process that was killed
+    with open(path) as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.02, lambda: fcntl.flock(looking, fcntl.LOCK_UN)).start()
+        with locked(path):
+            pass
+
+
 def test_force_starts_over_and_sets_the_unfinished_run_aside(tmp_path, monkeypatch, capsys):
     config = small(tmp_path, *GRADUAL)
     stopped_at(14, config, monkeypatch)
@@ -401,6 +565,76 @@ def test_what_is_not_finite_ends_the_run_and_the_last_good_state_stays(
         assert f"of step 11, is in {directory.checkpoint_path}" in str(told.value)
         assert "A changed configuration is another run" in str(told.value)
     assert not directory.is_complete
+
+
+def overflow(fit: Fit) -> None:
+    """Of the second moments: the updates become 0, and all parameters stay finite."""
+    fit.optimizer.state[fit.model.fc1.weight]["exp_avg_sq"][0, 0] = math.inf
+
+
+def blow_up_a_statistic(fit: Fit) -> None:
+    next(value for name, value in fit.model.named_buffers() if name.endswith("running_var"))[0] = math.inf
+
+
+@pytest.mark.parametrize(
+    ("what", "more", "message"),
+    [
+        (overflow, ["optimizer=adam"], r"the optimizer's exp_avg_sq of fc1\.weight has NaN or Inf at step 16"),
+        (blow_up_a_statistic, ["model.batch_norm=true"], r"running_var has NaN or Inf at step 16"),
+    ],
+)
+def test_no_state_is_kept_whose_buffers_or_optimizer_are_not_finite(what, more, message, tmp_path, monkeypatch):
+    config = small(tmp_path, "pruning=none", "checkpoint_steps=8", *more)
+    poisoned(monkeypatch, 16, what)
+    with pytest.raises(TrainingError, match=message):
+        experiment.run(config)
+    assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == 11
+
+
+# Clocks.
+
+
+def kept_at(monkeypatch) -> list[int]:
+    """The steps of the checkpoints that are written from here on."""
+    steps, real = [], Checkpoints.write
+    monkeypatch.setattr(
+        Checkpoints, "write", lambda self, step, content: steps.append(step) or real(self, step, content)
+    )
+    return steps
+
+
+def test_checkpoints_come_every_so_many_minutes(tmp_path, monkeypatch):
+    """A step takes 20 seconds here, and a checkpoint is due after 60; each, also that of an epoch's end, begins a new minute."""
+    clock, real = [0.0], Fit.add
+    monkeypatch.setattr(Fit, "add", lambda *a: clock.__setitem__(0, clock[0] + 20) or real(*a))
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    steps = kept_at(monkeypatch)
+    finished(small(tmp_path / "a", "pruning=none", "checkpoint_minutes=1"))
+    assert steps == [3, 6, 9, 11, 14, 17, 20, 22]
+    del steps[:]
+    finished(small(tmp_path / "b", "pruning=none", "checkpoint_minutes=null"))
+    assert steps == [11, 22]
+
+
+def test_a_clock_that_jumps_during_a_run_changes_nothing(tmp_path, monkeypatch):
+    """Forward by a day, and then back by two."""
+    steps, more = kept_at(monkeypatch), [*GRADUAL, "trunks=null", "checkpoint_steps=4", "checkpoint_minutes=600"]
+    undisturbed, without = finished(small(tmp_path / "a", *more)), list(steps)
+    del steps[:]
+    ahead, real, add = [0], time.time, Fit.add
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+
+    def jump(fit, *a):
+        ahead[0] = {5: 86_400, 13: -86_400}.get(fit.step, ahead[0])
+        add(fit, *a)
+
+    monkeypatch.setattr(Fit, "add", jump)
+    began = time.monotonic()
+    again = finished(small(tmp_path / "b", *more))
+    assert 0 < again.summary["seconds"] < time.monotonic() - began < 3600
+    assert all(event["seconds"] < 3600 for event in again.events())
+    assert steps == without and ahead == [-86_400]
+    assert_same(again, undisturbed)
 
 
 def test_seconds_add_up_though_the_clock_is_set_back(tmp_path, monkeypatch):

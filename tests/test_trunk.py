@@ -9,7 +9,7 @@ import torch
 
 from tests.test_experiment import compose
 from tests.test_resume import Killed, Recorded, assert_same, dies_at
-from tnvp import events, experiment, trunk
+from tnvp import events, experiment, run_state, trunk
 from tnvp.config import Config
 from tnvp.results import RunDirectory
 
@@ -208,10 +208,35 @@ class Malicious:
         return print, ("code ran",)
 
 
-def test_a_malicious_trunk_runs_nothing(tmp_path, capsys):
-    path = tmp_path / "trunk.pt"
-    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
-        write({"format": trunk.FORMAT, "model": Malicious()}, path)
-        with pytest.warns(UserWarning, match="is damaged"):
-            assert trunk.read(path) is None
+@pytest.mark.parametrize("form", [trunk.FORMAT, run_state.FORMAT])
+def test_a_malicious_state_with_the_right_head_runs_nothing(form, tmp_path, monkeypatch, capsys):
+    """Of a trunk and of a run's checkpoint; what it would do is seen where torch.load is not told to load data only."""
+    path = tmp_path / "000000001.pt"
+
+    def use() -> None:
+        with pytest.warns(UserWarning, match="is damaged|can't be used"):
+            if form == trunk.FORMAT:
+                assert trunk.read(path) is None
+            else:
+                assert run_state.Checkpoints(tmp_path).newest(lambda state: "") is None
+
+    run_state.write_state(path, {"model": Malicious()}, form)
+    whole = path.read_bytes()
+    use()
+    data = pickle.dumps(Malicious())
+    path.write_bytes(run_state._head(form, data) + data)
+    use()
     assert "code ran" not in capsys.readouterr().out
+    path.write_bytes(whole)
+    real = torch.load
+    monkeypatch.setattr(torch, "load", lambda file, **options: real(file, **{**options, "weights_only": False}))
+    run_state.read_state(path, form)
+    assert "code ran" in capsys.readouterr().out
+
+
+def test_what_a_killed_process_left_of_a_trunk_goes_with_the_next_that_makes_it(tmp_path):
+    branch(tmp_path)
+    (path,) = (tmp_path / ".trunks").glob("*.pt")
+    path.rename(half := path.with_name(f".{path.name}.7.tmp"))
+    branch(tmp_path, "pruning.criterion=l1")
+    assert path.exists() and not half.exists()

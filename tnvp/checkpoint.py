@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tnvp import models
+from tnvp.files import write_atomically
 from tnvp.pruning.attention import become_explicit, leave_nesting
 from tnvp.pruning.layers import ATTENTION, kind_of
 from tnvp.pruning.surgery import is_masked
@@ -27,7 +28,11 @@ class CheckpointError(ValueError):
 
 
 def save(model: nn.Module, path: str | os.PathLike) -> None:
-    """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole."""
+    """Write ``model`` to ``path``: its tensors, and how a zoo model was built. The old file stays until the new is whole.
+
+    Raises:
+        CheckpointError: the file can't be written.
+    """
     path = Path(path)
     if is_masked(model):
         warnings.warn(
@@ -45,14 +50,11 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         "metadata": dict(own._metadata),  # versions that some layers ask for
         "sizes": sizes_of(model),
     }
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(content, aside)
-        os.replace(aside, path)
+        write_atomically(path, lambda file: torch.save(content, file))
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"can't write the model to {path}: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+        why = error if isinstance(error, OSError) else error.__context__ or error  # torch says less of a full disk
+        raise CheckpointError(f"can't write the model to {path}: {why}") from error
 
 
 def load(path: str | os.PathLike, into: nn.Module | None = None) -> nn.Module:

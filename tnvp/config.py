@@ -24,6 +24,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from omegaconf.resolvers import oc
 
 from .models import how_to_choose
 from .schema import LARGEST, LARGEST_FLOAT, LONGEST_PATH, SCHEMAS, Composition, Config
@@ -38,6 +39,18 @@ NEUTRAL_OF_DATASET = ("root", "download")
 
 class ConfigError(ValueError):
     """A bad configuration; the message names the field, its value and what is allowed."""
+
+
+def variable(name: str, *default: Any) -> str | None:
+    """The environment's value, or else the default, of a variable that configurations may read."""
+    if not str(name).startswith("TNVP_"):
+        raise ConfigError(f"only environment variables whose names begin with TNVP_ may be read here, not {name}")
+    return oc.env(name, *default)
+
+
+# Run directories, sweeps' folders and W&B keep configurations: no secret may get into one, however it is spelled. At import,
+# for every process that resolves one.
+OmegaConf.register_new_resolver("oc.env", variable, replace=True)
 
 
 def register() -> None:
@@ -59,7 +72,6 @@ def resolve(cfg: DictConfig) -> Config:
         ConfigError: an unknown or missing key, a wrong type, a value out of range, values that don't fit.
     """
     try:
-        _check_variables(OmegaConf.to_container(cfg))
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         plain.pop("epochs", None)  # the shorthand; the keys that refer to it are resolved by now
         schemas = {group: _schema(group, plain.get(group)) for group in SCHEMAS}
@@ -128,6 +140,7 @@ def _digest(values: dict) -> str:
 def describe(error: OmegaConfBaseException) -> str:
     """One line for what OmegaConf found, without its key and type footer."""
     key, what = error.full_key, str(error).splitlines()[0]
+    what = what.removeprefix("ConfigError raised while resolving interpolation: ")
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(key)
     if isinstance(error, MissingMandatoryValue):
@@ -197,15 +210,6 @@ def _check_keys(plain: dict, schemas: dict[str, type]) -> None:
             raise ConfigError(unknown_key(f"{path}{unknown[0]}"))
         if missing := [name for name in _names(schema) if name not in values]:
             raise ConfigError(missing_key(f"{path}{missing[0]}"))
-
-
-def _check_variables(value: Any, path: str = "") -> None:
-    """Run directories and W&B keep the configuration: no secret of the environment may get into it."""
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_variables(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, str) and "oc.env" in re.sub(r"\$\{oc\.env:\s*TNVP_\w+\s*[,}]", "", value):
-        raise ConfigError(f"{path}={value}: only environment variables whose names begin with TNVP_ may be read here")
 
 
 def _problems(node: Any, path: str = "") -> Iterator[str]:

@@ -42,8 +42,9 @@ def complete_run(path: Path) -> RunDirectory | None:
 
 
 def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunDirectory, dict | None]:
-    """The directory, and the state to go on from: None for a new run, which sets aside what was there."""
+    """The directory, and the state to go on from: None for a new run, which sets aside what an old one left."""
     run = RunDirectory(path)
+    run.remove_leftovers()
     checkpoints = Checkpoints(run.checkpoint_path)
     if not anew and checkpoints.paths():
         state = checkpoints.newest(partial(_trouble, run, environment["config_hash"]))
@@ -56,7 +57,9 @@ def begin(path: Path, config: dict, environment: dict, anew: bool) -> tuple[RunD
             _warn_of_changes(run, environment)
             return run, state
         warnings.warn(f"{path} has no whole checkpoint: it is set aside, and the run starts over", stacklevel=2)
-    run = RunDirectory.create(path, aside=True)
+    elif not anew and run.has_begun:
+        print(f"{path} was stopped before its first checkpoint: it is set aside, and the run starts over", flush=True)
+    run = RunDirectory.create(path, aside=run.has_begun)
     run.write_config(config)
     run.write_environment(environment)
     return run, None
@@ -66,7 +69,7 @@ def _trouble(run: RunDirectory, config_hash: str, state: dict) -> str:
     """Why the run can't go on from ``state``; "" if it can."""
     if state["config_hash"] != config_hash:
         return "it is of another run"
-    return "" if run.reaches(state["position"]) else "records from before it are missing"
+    return run.trouble(state["position"])
 
 
 def _require_same(run: RunDirectory, now: dict) -> None:
@@ -85,6 +88,8 @@ def understood(run: RunDirectory) -> Iterator[None]:
     """Inside, a checkpoint is restored. Raises ResultsError where it holds something else than this code expects."""
     try:
         yield
+    except ResultsError:  # a record that can't be read: it says so itself
+        raise
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ResultsError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tnvp import checkpoint, data, distributed, models, tracking, trunk
 from tnvp.config import Config, ConfigError, config_hash, to_dict, trunk_hash
 from tnvp.continuation import begin, complete_run, held, telling_what_was_kept, understood
 from tnvp.events import PruneWhileTraining, Recording
+from tnvp.files import made
 from tnvp.journal import Journal
 from tnvp.progress import ProgressBar
 from tnvp.pruning import Pruner, PruningError
@@ -62,7 +63,9 @@ PART_ROWS = 100_000  # of the trace; fewer wait in memory for the next checkpoin
 def run(config: Config) -> dict:
     """One run as ``config`` says; returns its summary. A complete run of the same config is reported, not repeated."""
     place = distributed.join()
-    with memory_told(config.batch_size):
+    with memory_told(
+        config.batch_size, " ".join(f"model.{key}={value}" for key, value in asdict(config.model).items())
+    ):
         summary = run_in(place, config)
     place.leave()
     return summary
@@ -88,11 +91,10 @@ def run_in(place: Alone, config: Config) -> dict:
     check_events_fit(config, len(sizes))
     if 1 in sizes and running_norms(model):
         check_batch_of_one(config, model, images)
-    if trunk_end(config, place, len(sizes)):
-        Path(config.trunks).mkdir(parents=True, exist_ok=True)  # where that fails, nothing is written yet
+    trunks = made(Path(config.trunks)) if trunk_end(config, place, len(sizes)) else nullcontext()
     place.seed(config.seed)
 
-    with place.folder(path) as folder, held(folder):
+    with trunks, place.folder(path) as folder, held(folder):  # where the trunks' fails, nothing is written yet
         if not config.force and place.of_first(complete_run(path) is not None):
             raise RunningElsewhere(f"{path} was run by another process until just now, and is complete")
         found = environment(str(device), config.seed, config_hash(config), trunk_hash(config))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from tnvp.run_directory import write_atomically
+from tnvp.files import write_atomically
 
 STYLE = {  # every figure is made and saved under these, whatever the caller's own settings are
     "font.family": "DejaVu Sans",

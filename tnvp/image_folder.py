@@ -125,7 +125,13 @@ def _list_images(folder: Path, classes: tuple[str, ...]) -> list[ImageFile]:
 
 def _decode(images: list[ImageFile], image_size: int, what: str) -> Tensor:
     """uint8 [B, 3, H, W]. If that takes long, one line on stderr says so; `what` ends its sentence."""
-    pixels = np.empty((len(images), image_size, image_size, 3), dtype=np.uint8)
+    try:
+        pixels = np.empty((len(images), image_size, image_size, 3), dtype=np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than could be addressed
+        size = len(images) * image_size**2 * 3 / 2**30
+        raise DataError(
+            f"image_size={image_size}: {len(images):,} images of that size need {size:,.1f} GiB of memory. Lower it."
+        ) from error
     start, silent = time.monotonic(), True
     for i, image in enumerate(images):
         with warnings.catch_warnings():  # Pillow decodes what is up to twice its limit, and only warns

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tnvp import checkpoint, models
-from tnvp.run_directory import hardware, write_atomically
+from tnvp.files import write_atomically
+from tnvp.run_directory import hardware
 
 
 def measure(networks: Sequence[nn.Module], inputs: Tensor, n: int, warmup: int = 5) -> list[list[float]]:

@@ -5,8 +5,10 @@ The system releases a lock when its process dies, however that happens; the file
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,9 @@ try:
     import fcntl
 except ImportError:  # not on Windows: there nobody is kept out
     fcntl = None
+
+
+ATTEMPTS, PAUSE = 20, 0.005  # seconds; `is_held` keeps others out for an instant, which is not to be taken for a holder
 
 
 class LockedError(OSError):
@@ -49,13 +54,36 @@ def _taken(path: Path, waiting: str | None) -> Iterator[None]:
 def _lock(file, path: Path, waiting: str | None) -> None:
     if fcntl is None:
         return
+    for _ in range(ATTEMPTS):
+        if _try(file, fcntl.LOCK_EX):
+            return
+        time.sleep(PAUSE)
+    if waiting is None:
+        raise LockedError(errno.EWOULDBLOCK, "held by another process", str(path))
+    print(waiting, file=sys.stderr)
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process is inside for the lock file ``path``. Whoever only looks keeps nobody out."""
+    if fcntl is None:
+        return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        if waiting is None:
-            raise LockedError(error.errno, "held by another process", str(path)) from None
-        print(waiting, file=sys.stderr)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            with open(path, "rb") as file:
+                held = not _try(file, fcntl.LOCK_SH)  # which any number of processes may have at once
+                if held or _is(path, file.fileno()):
+                    return held
+    except FileNotFoundError:
+        return False
+
+
+def _try(file, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is(path: Path, descriptor: int) -> bool:

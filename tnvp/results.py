@@ -20,7 +20,8 @@ import pandas as pd
 from scipy.special import stdtrit  # Student's t quantile; importing scipy.stats for it takes a second
 
 from tnvp import tracking
-from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns, write_atomically
+from tnvp.files import write_atomically
+from tnvp.run_directory import ACCURACIES, SUMMARY, ResultsError, RunDirectory, require_columns
 
 MACHINE_PATHS = [
     "config.runs",

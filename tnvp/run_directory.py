@@ -7,6 +7,7 @@ run that has it is complete.
 
 import contextlib
 import errno
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -15,12 +16,14 @@ import platform
 import re
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pandas as pd
 import yaml
+
+from tnvp.files import named, remove_leftovers, write_atomically
 
 ACCURACIES = ["test_accuracy_dense", "test_accuracy_pruned", "test_accuracy"]
 SUMMARY = {  # summary.json keys -> dtype in the table, in column order
@@ -36,6 +39,7 @@ SUMMARY = {  # summary.json keys -> dtype in the table, in column order
 NUMBERS = ["epoch", "learning_rate", "train/loss", "train/accuracy", "validation/loss", "validation/accuracy"]
 GROUP = {"name": str, "removed": list, "kept": list, "width_before": int, "width_after": int}  # of a prune event
 TRACE_COLUMNS = ["step", "group", "neuron", "mean", "variance", "count"]
+CHUNK = 1 << 20  # bytes
 PART = "part-{:06d}.parquet"  # of the trace, numbered from 1
 
 
@@ -47,31 +51,6 @@ class RunningElsewhere(ResultsError):
     """Another process has this run at work."""
 
 
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """An OSError that a write gives, such as of a full disk, says the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Let `write` fill a file beside `path`, then rename it: readers see the old or the new one, not half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with named(path), open(aside, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def set_aside(path: str | Path) -> Path:
     """Rename a run directory to `<name>.old-<n>`, first free n; returns the new path. Nothing is deleted."""
     path = Path(path)
@@ -79,6 +58,17 @@ def set_aside(path: str | Path) -> Path:
     while path.with_name(f"{path.name}.old-{n}").exists():
         n += 1
     return path.rename(path.with_name(f"{path.name}.old-{n}"))
+
+
+class Digest:
+    """Of the beginning of a stream, up to ``end``."""
+
+    def __init__(self):
+        self.end, self.hash = 0, hashlib.sha256()
+
+    def add(self, data: bytes, length: int) -> None:
+        self.hash.update(data)
+        self.end += length
 
 
 class RunDirectory:
@@ -101,6 +91,8 @@ class RunDirectory:
         self.lock_path = self.path.with_name(
             f".{self.path.name}.lock"
         )  # beside: the folder may be set aside while it is held
+
+        self._streams = {path: Digest() for path in (self.metrics_path, self.events_path, self.traces_path)}
 
     @classmethod
     def create(cls, path: str | Path, aside: bool = False) -> "RunDirectory":
@@ -129,6 +121,17 @@ class RunDirectory:
     def is_complete(self) -> bool:
         """True once the summary is there: it is written last."""
         return self.summary_path.is_file()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is more than what a run writes before it begins."""
+        before = {self.config_path, self.environment_path}
+        return self.path.is_dir() and any(path not in before for path in self.path.iterdir())
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes wrote aside. The run is this process's alone: nobody writes there now."""
+        for folder in (self.path, self.traces_path, self.checkpoint_path):
+            remove_leftovers(folder)
 
     def write_config(self, config: dict) -> None:
         """config.yaml: the resolved config, nested."""
@@ -164,28 +167,46 @@ class RunDirectory:
         """Append one prune event, with its "step", to events.jsonl."""
         _append(self.events_path, record)
 
-    def position(self) -> dict[str, int]:
-        """How far each stream is written: bytes, and parts of the trace. What counts is on the disk when this returns."""
+    def position(self) -> dict[str, list]:
+        """How far each stream is written, bytes or parts of the trace, and the digest of all that. It is on the disk when this returns.
+
+        What was there the last time is not read again: many positions cost no more than one.
+        """
         for path in (self.metrics_path, self.events_path):
             if path.exists():
-                with open(path, "ab") as file:
+                with named(path), open(path, "ab") as file:
                     os.fsync(file.fileno())
-        sizes = {
-            path.name: path.stat().st_size if path.exists() else 0 for path in (self.metrics_path, self.events_path)
-        }
-        return {**sizes, self.traces_path.name: len(self._parts())}
+        return {path.name: self._digest(path, self._streams[path]) for path in self._streams}
 
-    def reaches(self, position: dict[str, int]) -> bool:
-        """Whether all is there that was written at ``position``."""
-        return all(here >= position[name] for name, here in self.position().items())
+    def trouble(self, position: dict[str, list]) -> str:
+        """What is missing or other than it was at ``position``; "" if nothing is."""
+        for path in self._streams:
+            end, digest = position[path.name]
+            found = self._digest(path, Digest(), end)
+            if found != [end, digest]:
+                return f"records from before it are {'missing' if found[0] < end else 'damaged'}, in {path.name}"
+        return ""
 
-    def cut_back(self, position: dict[str, int]) -> None:
+    def cut_back(self, position: dict[str, list]) -> None:
         """Drop what was written after ``position`` (the checkpoint's): a resumed run writes no record twice."""
         for path in (self.metrics_path, self.events_path):
             if path.exists():
-                os.truncate(path, position[path.name])
-        for part in self._parts()[position[self.traces_path.name] :]:
+                os.truncate(path, position[path.name][0])
+        for part in self._parts()[position[self.traces_path.name][0] :]:
             part.unlink()
+        self._streams = {path: Digest() for path in self._streams}
+
+    def _digest(self, path: Path, so_far: "Digest", end: int | None = None) -> list:
+        """Where the stream at ``path`` ends, at ``end`` at most, and the digest up to there, on from ``so_far``."""
+        if path == self.traces_path:
+            for part in self._parts()[so_far.end : end]:
+                so_far.add(part.read_bytes(), 1)
+        elif path.exists():
+            with open(path, "rb") as file:
+                file.seek(so_far.end)
+                while data := file.read(CHUNK if end is None else min(CHUNK, end - so_far.end)):
+                    so_far.add(data, len(data))
+        return [so_far.end, so_far.hash.hexdigest()]
 
     @property
     def config(self) -> dict:

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tnvp.run_directory import set_aside, write_atomically
+from tnvp.files import write_atomically
+from tnvp.run_directory import set_aside
 
-FORMAT = "tnvp-run-2"
+FORMAT = "tnvp-run-3"
 KEPT = 2  # the last state and the one before
 DAMAGED = (RuntimeError, EOFError, OSError, pickle.UnpicklingError, ValueError, LookupError, TypeError)
 

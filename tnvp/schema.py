@@ -97,7 +97,7 @@ class TorchvisionDataset(StoredDataset):
 class ImageFolder(StoredDataset):
     folder: str = text(*PATH)
     """Folder under `root` that holds train/<class>/ and test/<class>/."""
-    image_size: int = number("[1, inf)")
+    image_size: int = number("[1, 8192]")
     """Height and width that images are brought to, in pixels."""
 
 
@@ -131,27 +131,27 @@ class LeNet300100(Model):
 
 @dataclass
 class VGG11(Model):
-    width: float = number("(0, inf)")
+    width: float = number("(0, 1024]")
     """Multiple of the published number of channels in every layer."""
 
 
 @dataclass
 class ResNet20(Model):
-    width: int = number("[1, inf)")
+    width: int = number("[1, 65536]")
     """Channels of the first stage; the others have 2 and 4 times as many."""
 
 
 @dataclass
 class ViT(Model):
-    patch_size: int = number("[1, inf)")
+    patch_size: int = number("[1, 8192]")
     """Height and width of a token's patch, in pixels; must divide the image's."""
-    dim: int = number("[1, inf)")
+    dim: int = number("[1, 65536]")
     """Features of a token."""
-    depth: int = number("[1, inf)")
+    depth: int = number("[1, 1024]")
     """Transformer blocks."""
-    heads: int = number("[1, inf)")
+    heads: int = number("[1, 65536]")
     """Attention heads of a block; must divide `dim`."""
-    mlp_ratio: float = number("(0, inf)")
+    mlp_ratio: float = number("(0, 1024]")
     """Hidden neurons of a block, as a multiple of `dim`."""
     dropout: float = number("[0, 1)")
     """Probability that a feature is dropped in training, where a block adds to its tokens."""

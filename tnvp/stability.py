@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tnvp.run_directory import ResultsError, RunDirectory, write_atomically
+from tnvp.files import write_atomically
+from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.trace_figures import deaths, stability
 
 COLUMNS = ["run", "pruning", "window", "sparsity", "seed", "group", "step", "epoch", "rho", "overlap", "chance"]

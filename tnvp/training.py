@@ -44,8 +44,8 @@ MEMORY = re.compile(r"out of memory|allocate memory|size calculation overflowed|
 
 
 @contextmanager
-def memory_told(batch_size: int) -> Iterator[None]:
-    """What torch and Python raise where memory runs out, on whatever device, becomes a TrainingError."""
+def memory_told(batch_size: int, network: str = "") -> Iterator[None]:
+    """What torch and Python raise where memory runs out, on whatever device, becomes a TrainingError, which says what ``network`` it was."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -53,7 +53,7 @@ def memory_told(batch_size: int) -> Iterator[None]:
         if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or MEMORY.search(line)):
             raise
         raise TrainingError(
-            f"out of memory with batch_size={batch_size}: lower it, or choose a smaller network or data set ({line})"
+            f"out of memory with batch_size={batch_size}: lower it, or choose a smaller network or data set ({line}{network and '; ' + network})"
         ) from error
 
 
@@ -185,11 +185,18 @@ class Fit:
         return totals
 
     def require_finite(self) -> None:
-        """Raises TrainingError where the loss or a parameter is NaN or Inf; synchronises."""
+        """Raises TrainingError where the loss, a parameter, a buffer or the optimizer's state has NaN or Inf; synchronises."""
         self.totals()
-        for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
+        for name, value in self._values():
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise self._diverged(f"{name} has NaN or Inf at step {self.step}")
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """What a checkpoint keeps of model and optimizer, by names for people."""
+        yield from self.model.state_dict().items()
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield f"the optimizer's {key} of {name}", value
 
     def _diverged(self, what: str) -> TrainingError:
         return TrainingError(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tnvp import locks
+from tnvp.files import remove_leftovers
 from tnvp.run_directory import set_aside
 from tnvp.run_state import DAMAGED, digest_of, read_state, write_state
 from tnvp.training import Callback, Fit
@@ -55,11 +56,14 @@ def trunk_path(folder: str | Path, trunk_hash: str, facts: Iterable[object], ten
     return Path(folder) / f"{trunk_hash}-{digest.hexdigest()[:12]}.pt"
 
 
-def locked(path: Path) -> AbstractContextManager[None]:
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
     """Inside, no other process is inside for the same trunk. It waits for them, and says so."""
-    return locks.locked(
+    with locks.locked(
         path.with_suffix(".lock"), waiting=f"waiting for the trunk {path}, which another process has at work"
-    )
+    ):
+        remove_leftovers(path.parent, of=path.name)  # of a process that was killed while it wrote it
+        yield
 
 
 def read(path: Path) -> dict | None:
