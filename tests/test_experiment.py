@@ -181,7 +181,7 @@ def test_training_flops_sum_up_what_each_step_cost(started):
         _, pruned, directory = started(*KINDS[kind])
         widths = [(32, 16), *(tuple(g["width_after"] for g in event["groups"]) for event in directory.events())]
         expected = sum(cost(*w) * n for w, n in zip(widths, steps, strict=True))
-        assert pruned["training_flops"] == pytest.approx(images / 11 * expected, rel=1e-9)
+        assert pruned["training_flops"] == pytest.approx(images / 11 * expected, abs=0.5), "a whole number"
         assert pruned["training_flops"] < none
     masked = started(*KINDS["gradual"], "pruning.mode=mask")[1]
     assert masked["training_flops"] == none, "a mask saves nothing"
