@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from tnvp import results
 from tnvp.controls import CONTROLS
-from tnvp.figure_style import CRITERIA, data_name, order, save
+from tnvp.figure_style import CRITERIA, in_words, order, save
 from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.run_figures import training_curves, widths_over_time
 from tnvp.setting_figures import accuracy_by_setting, accuracy_vs_training
@@ -67,8 +67,7 @@ def of_table(table: pd.DataFrame, name: str, command: str) -> dict[str, Figure]:
         raise ResultsError(f"the table has no runs for {name}" + f" ({NEEDS[name]})" * (name in NEEDS))
     drawn = {}
     for title, rows in parts.items():
-        said = data_name(rows) + title.removeprefix(rows["config.dataset.name"].iloc[0])
-        drawn[title] = OF_TABLES[name](pd.concat([rows, table[controls]]), said, command)
+        drawn[title] = OF_TABLES[name](pd.concat([rows, table[controls]]), in_words(rows, title), command)
     return drawn
 
 
