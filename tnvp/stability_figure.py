@@ -44,7 +44,7 @@ def stability_over_seeds(table: pd.DataFrame, runs: pd.DataFrame, title: str, co
             _overlaps(below, part)
             above.set(title=group)
             below.set_xlabel("Epoch in which a window ends")
-        panels[0, 0].set_ylabel("Rank correlation with the last window")
+        panels[0, 0].set_ylabel("Rank correlation")
         panels[1, 0].set_ylabel("Removed later, of the k least (%)")
         panels[1, -1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure

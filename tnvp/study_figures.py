@@ -371,7 +371,15 @@ def _quartiles(axes: Axes, pruned: pd.DataFrame, cost: str) -> None:
     for place, (middle, spread) in enumerate([*timed.sort_values(cost).to_numpy(), ring]):
         height = 0.02 + 0.025 * (place % 4)  # neighbours overlap
         axes.plot(middle, height, ".", color="0.35", markersize=3, transform=foot)
-        axes.hlines(height, middle - spread / 2, middle + spread / 2, color="0.35", linewidth=1, transform=foot)
+        axes.hlines(
+            height,
+            middle - spread / 2,
+            middle + spread / 2,
+            color="0.35",
+            linewidth=1,
+            transform=foot,
+            label="quartiles",
+        )
 
 
 def _of_latency(pruned: pd.DataFrame) -> str:
