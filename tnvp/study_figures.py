@@ -407,7 +407,7 @@ def _caption(
 ) -> str:
     counts = means[["test_accuracy_pruned_n", "test_accuracy_n"]].to_numpy()
     missing = runs[ACCURACIES].isna().any(axis=1).sum()
-    what = "Bars" if crowded else "Bands"
+    what = "Bars" if crowded or (means.groupby(["setting", "criterion"]).size() == 1).all() else "Bands"
     parts = [
         f"Lines: mean over seeds, n = {results.span(counts.min(), counts.max())} a point.",
         f"{what}: 95 % t-interval of the mean{none_where(counts.ravel())}.",
