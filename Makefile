@@ -14,7 +14,7 @@ DEMO := runs/demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all study publish figures notebooks audit bench-tables clean
+.PHONY: help install demo test test-all study publish figures notebooks audit bench-tables bench-trunks clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,8 +41,8 @@ demo: install ## a small sweep on the embedded digits (2 seeds x 2 criteria x 4 
 test: install ## the tests (a few minutes, in WORKERS=2 processes)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
-test-all: install ## the slow tests too
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m 'slow or not slow'
+test-all: install ## the slow tests too; says what was skipped, and which extra that wants
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -rs -m 'slow or not slow'
 
 study: install ## run what is missing of the study STUDY=name (ARGS="…" goes to every run)
 	$(PY) -m tnvp.study run $(STUDY) $(ARGS)
@@ -68,6 +68,9 @@ audit: install ## look the installed packages up among known vulnerabilities (ne
 
 bench-tables: install ## measure how long a table of 5,000 runs takes to read
 	$(PY) -m tests.bench_tables
+
+bench-trunks: install ## measure what the trunk cache saves of the study one_shot (half an hour; needs MNIST)
+	$(PY) -m tests.bench_trunks
 
 clean: ## remove caches; runs, figures and the environment stay
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -39,9 +39,7 @@ register()  # at import: a launcher's worker processes need the schemas too
 def main() -> int:
     """Do what the command line asks for; returns the exit status."""
     try:
-        with (
-            Interrupts().handled()
-        ):  # outside of training a signal ends things at once: a sweep still tells how its points stand
+        with Interrupts().handled():  # outside of training a signal ends things at once
             return act()
     except KeyboardInterrupt as stop:  # tnvp.resume.Stopped is one, and knows which signal came
         return told(stop)
@@ -92,8 +90,9 @@ def run_sweep(plan: Plan, flags: Namespace) -> int:
     sys.argv[1:] = [*arguments_for_hydra(flags), f"hydra.sweep.dir={quoted(str(folder))}"]
     interrupted = status = 0
     try:
-        status = launch()
-        sweep.wait(points)
+        with Interrupts(first=partial(sweep.stop, folder)).handled():
+            status = launch()
+            sweep.wait(points)
     except KeyboardInterrupt as stop:
         interrupted = told(stop)
     rows = sweep.rows(points, sweep.notes(folder), before)
@@ -129,19 +128,27 @@ def job(cfg: DictConfig) -> float | tuple[float, int] | None:
     note = partial(sweep.note, hydra_config.runtime.output_dir, **facts)
     number = f"{facts['number'] + 1}/{TOTAL}" if TOTAL else facts["number"] + 1
     print(f"[{number}]", *facts["overrides"], file=sys.stderr, flush=True)
-    searches = does_search(hydra_config)
-    outcome = attempt(cfg, partial(note, host=gethostname(), pid=os.getpid()), searches)
-    note(**outcome)
-    if not searches or outcome["status"]:
-        return None
+
+    def tell_of(**of_run: str) -> None:
+        note(host=gethostname(), pid=os.getpid(), **of_run)
+        if of_run["state"] == "begun":  # in this order: a signal finds the note, or the job finds that there was one
+            sweep.require_going_on(Path(hydra_config.sweep.dir))
+
     directions = hydra_config.sweeper.get("direction")
-    return sweep.objectives(Path(outcome["path"]), len(directions) if isinstance(directions, ListConfig) else 1)
+    count = len(directions) if isinstance(directions, ListConfig) else 1
+    result = partial(sweep.objectives, count=count) if does_search(hydra_config) else None
+    with sweep.at_work(hydra_config.runtime.output_dir), Interrupts().handled():
+        outcome = attempt(cfg, tell_of, result)
+        note(**outcome)
+    return outcome.get("result")
 
 
-def attempt(cfg: DictConfig, tell_of: Callable = lambda **facts: None, wait: bool = False) -> dict:
+def attempt(
+    cfg: DictConfig, tell_of: Callable = lambda **facts: None, result: Callable[[Path], object] | None = None
+) -> dict:
     """Run it; returns where, how that ended and why, as a note has it. ``tell_of`` is called with path and state before, and if it is interrupted.
 
-    A run that another process has at work is left to it, which counts as bad input, unless it shall ``wait``.
+    A run that another process has at work is left to it, which counts as bad input, unless its ``result`` is asked for: that is waited for.
     """
     # Imported late: help and bad configurations are answered without waiting for pandas and W&B.
     from tnvp import experiment, sweep
@@ -152,10 +159,11 @@ def attempt(cfg: DictConfig, tell_of: Callable = lambda **facts: None, wait: boo
         config = resolve(cfg)
         path = str(experiment.run_path(config).absolute())
         tell_of(path=path, state="begun")
-        if wait:
+        if result:
             sweep.wait([sweep.Point([], Path(path))])
         state = "was done" if RunDirectory(path).is_complete and not config.force else "done"
         experiment.run(config)
+        more = {"result": result(Path(path))} if result else {}
     except (*experiment.USER_ERRORS, OSError) as error:  # OSError: a read-only folder, a full disk
         tell(str(error))
         state = "elsewhere" if isinstance(error, RunningElsewhere) else "failed"
@@ -171,7 +179,7 @@ def attempt(cfg: DictConfig, tell_of: Callable = lambda **facts: None, wait: boo
     except KeyboardInterrupt as stop:
         tell_of(path=path, state="interrupted", why=str(stop) or "interrupted")
         raise
-    return {"path": path, "state": state, "why": "", "status": 0}
+    return {"path": path, "state": state, "why": "", "status": 0, **more}
 
 
 def tell(text: str) -> None:

@@ -53,7 +53,7 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
     "wandb_file": set(),
     "models": set(),
     "training": set(),
-    "sweep": {"locks", "run_directory"},
+    "sweep": {"locks", "resume", "run_directory"},
     "trunk": {"locks", "run_directory", "run_state", "training"},
     "run_state": {"run_directory"},
     "resume": {"training"},

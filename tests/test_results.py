@@ -298,6 +298,41 @@ def test_a_trace_is_read_in_parts_by_column_and_group_and_as_one_folder(run):
     assert 0 < len(expected) < len(whole)
 
 
+@pytest.mark.slow
+def test_of_a_million_rows_of_a_trace_no_more_is_held_than_was_asked_for(tmp_path):
+    """In ten parts, as a run writes them; twenty groups. What counts is the peak of what pyarrow allocates while it reads."""
+    import pyarrow
+
+    run, names = RunDirectory.create(tmp_path / "run"), [f"layer{n}" for n in range(20)]
+    for part in range(10):
+        steps, groups, neurons = np.meshgrid(np.arange(100) + 100 * part, names, np.arange(50), indexing="ij")
+        values = np.random.default_rng(part).normal(size=(2, steps.size))
+        columns = (steps.ravel(), groups.ravel(), neurons.ravel(), *values, steps.ravel())
+        run.write_traces(pd.DataFrame(dict(zip(run_directory.TRACE_COLUMNS, columns, strict=True))))
+
+    def read(**asked) -> tuple[int, int]:
+        return len(run.traces(**asked)), pool.max_memory()
+
+    before, pool = pyarrow.default_memory_pool(), pyarrow.system_memory_pool()
+    assert pool.max_memory() == 0, (
+        "the peak is that of the process: nothing else may have used this pool, and the smallest comes first"
+    )
+    pyarrow.set_memory_pool(pool)
+    try:
+        (group, for_group), (column, for_column), (whole, for_all) = (
+            read(groups=["layer7"]),
+            read(columns=["step"]),
+            read(),
+        )
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert (group, column, whole) == (50_000, 1_000_000, 1_000_000)
+    print(
+        f"MB at most: {for_group / 1e6:.1f} a group of 20, {for_column / 1e6:.1f} a column of 6, {for_all / 1e6:.1f} all"
+    )
+    assert for_group < for_all / 4 and for_column < for_all / 3
+
+
 def test_the_one_file_of_an_old_trace_is_read(run):
     whole = run.traces()
     run.cut_back({**run.position(), "traces.parquet": 0})

@@ -21,13 +21,13 @@ import torch
 import run
 from tests.processes import resident_mebibytes
 from tests.test_experiment import compose
-from tnvp import experiment, tracking
+from tnvp import experiment, resume, tracking
 from tnvp.config import Config
 from tnvp.events import PruneEvent
 from tnvp.journal import Journal
 from tnvp.locks import locked
 from tnvp.results import ResultsError, RunDirectory
-from tnvp.resume import Checkpointing, Stopped
+from tnvp.resume import Checkpointing, Interrupts, Stopped
 from tnvp.run_state import Checkpoints
 from tnvp.training import Fit, Validation
 
@@ -51,10 +51,20 @@ RUNS = {
     "threshold": [*THRESHOLD, "optimizer=adamw", "model.batch_norm=true", "dataset.crop_padding=1"],
     "threshold, mask": [*THRESHOLD, "pruning.mode=mask", "pruning.criterion=variance_preactivation"],
     "scratch": ["pruning=scratch", "pruning.finetune_epochs=0"],
+    "gradual, cnn": [*GRADUAL, "model=vgg11_bn", "model.width=0.0625"],
+    "gradual, parts": [*GRADUAL, "optimizer=adam"],  # of the trace, as long runs have them
 }  # fmt: skip
 
 
-QUICK = ["none", "one_shot, trunk", "one_shot, adamw, fresh", "gradual, random", "threshold", "scratch"]
+QUICK = [
+    "none",
+    "one_shot, trunk",
+    "one_shot, adamw, fresh",
+    "gradual, random",
+    "threshold",
+    "scratch",
+    "gradual, parts",
+]
 
 
 class Killed(BaseException):
@@ -62,7 +72,8 @@ class Killed(BaseException):
 
 
 def small(folder, *overrides: str) -> Config:
-    return compose(*SMALL, f"runs={folder}", *overrides)
+    others = any(override.startswith("model=") for override in overrides)  # than MLPs, which have no widths
+    return compose(*(o for o in SMALL if not (others and "widths" in o)), f"runs={folder}", *overrides)
 
 
 def finished(config: Config) -> RunDirectory:
@@ -98,9 +109,16 @@ def dies_at(monkeypatch, steps: list[int]) -> None:
     monkeypatch.setattr(Checkpointing, "on_step", on_step)
 
 
+def parts_are_written(kind: str, monkeypatch) -> None:
+    """Several of the trace, if the kind is one for that."""
+    if kind.endswith("parts"):
+        monkeypatch.setattr(experiment, "PART_ROWS", 50)
+
+
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in RUNS])
 def test_a_killed_run_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
     """Killed with no checkpoint, within epochs, at their ends, after events; some checkpoints are some steps older."""
+    parts_are_written(kind, monkeypatch)
     undisturbed = finished(small(tmp_path / "a", *RUNS[kind]))
     steps = [1, 5, 11, 13, 17, 22] + [26] * bool(undisturbed.metrics()["step"].max() > 22)
     dies_at(monkeypatch, steps)
@@ -179,14 +197,31 @@ def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
     assert_same(finished(config), finished(small(tmp_path / "a", *RUNS[kind])))
 
 
+def test_a_part_of_the_trace_that_no_checkpoint_knows_is_cut_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "PART_ROWS", 1)  # at each checkpoint
+    undisturbed = finished(small(tmp_path / "a", *GRADUAL))
+    config = small(tmp_path / "b", *GRADUAL, "checkpoint_steps=4")
+    directory, write = RunDirectory(experiment.run_path(config)), Checkpoints.write
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Checkpoints, "write", lambda *a: os.kill(os.getpid(), signal.SIGKILL) if a[1] == 16 else write(*a)
+        )
+        assert forked(config) == -signal.SIGKILL
+    position = Checkpoints(directory.checkpoint_path).newest(lambda state: "")["position"]
+    parts = len(list(directory.traces_path.iterdir()))
+    assert parts > position[directory.traces_path.name] > 0
+    assert_same(finished(config), undisturbed)
+
+
 def config_folder(config: Config):
     return experiment.run_path(config).parent
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
-def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path):
+def test_whatever_the_moments_of_many_kills_the_run_is_the_same(kind, tmp_path, monkeypatch):
     """At least 5 kills a kind: while data are loaded, steps are done, files are written, and at the run's end."""
+    parts_are_written(kind, monkeypatch)
     moments = random.Random(kind)
     more = ["epochs=4", "checkpoint_steps=3", *RUNS[kind]]
     began = time.monotonic()
@@ -235,6 +270,7 @@ def test_a_second_signal_and_one_outside_of_training_stop_at_once(tmp_path, monk
     def interrupt(times, after=lambda *a: None):
         return lambda *a: [signal.raise_signal(signal.SIGINT) for _ in range(times)] or after(*a)
 
+    monkeypatch.setattr(resume, "TOGETHER", 0)
     config = small(tmp_path, *ONE_SHOT, "trunks=null")
     for owner, name, times, last in ((Journal, "on_step", 2, None), (PruneEvent, "__call__", 1, 22)):
         with monkeypatch.context() as patch:
@@ -242,6 +278,28 @@ def test_a_second_signal_and_one_outside_of_training_stop_at_once(tmp_path, monk
             with pytest.raises(Stopped, match="SIGINT"):
                 experiment.run(config)
         assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == last
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_that_comes_twice_is_one(late, tmp_path, monkeypatch):
+    """To all processes, and passed on by the one that started this one; the second may come when the step is done."""
+    config, step = small(tmp_path, *ONE_SHOT, "trunks=null"), Journal.on_step
+
+    def on_step(self, fit):
+        step(self, fit)
+        if fit.step == 9:
+            signal.raise_signal(signal.SIGINT)
+            if not late:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "on_step", on_step)
+    with pytest.raises(Stopped, match=r"SIGINT.*from step 9$"), Interrupts().handled():
+        try:
+            experiment.run(config)
+        finally:
+            if late:
+                signal.raise_signal(signal.SIGTERM)
+    assert Checkpoints(RunDirectory(experiment.run_path(config)).checkpoint_path).last_step == 9
 
 
 def test_a_second_process_is_kept_out_and_touches_nothing(tmp_path, capsys):

@@ -130,11 +130,22 @@ def test_a_failed_sweep_leaves_the_next_running_and_an_interrupt_does_not(tmp_pa
 
         def start(command, answers=answers):
             started.append(command)
-            return Namespace(returncode=next(answers))
+            return next(answers)
 
-        monkeypatch.setattr(study.subprocess, "run", start)
+        monkeypatch.setattr(study, "attended", start)
         assert (study.run(mine, where), len(started)) == expected
     assert started[0][-2:] == where[-2:], "what is Hydra's goes to every sweep"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_study_is_passed_on_and_the_end_awaited(number):
+    """A sweep that is told takes its time: its runs finish their step."""
+    slow = "import signal, sys, time; signal.signal({0}, lambda *a: (time.sleep(1), sys.exit(128 + {0}))); print(flush=True); time.sleep(60)"
+    program = f"import sys; from tnvp import study; sys.exit(study.attended([sys.executable, '-c', {slow.format(int(number))!r}]))"
+    process = heeding_signals([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"\n"
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
 
 
 def test_points_are_those_that_hydra_sweeps_over():

@@ -1,5 +1,6 @@
 """Sweeps: every point is told at the end, whichever process ran it and however that ended; two sweeps share their runs."""
 
+import errno
 import importlib.util
 import json
 import multiprocessing
@@ -7,14 +8,17 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import yaml
 
 import run
 from tests.processes import heeding_signals, resident_mebibytes
@@ -22,7 +26,9 @@ from tests.test_experiment import compose
 from tests.wandb_server import free_port
 from tnvp import command_line, experiment, sweep
 from tnvp.locks import locked
+from tnvp.resume import Stopped
 from tnvp.run_directory import RunDirectory
+from tnvp.run_state import Checkpoints
 
 REPOSITORY = Path(run.__file__).parent
 TINY = ["experiment=digits", "epochs=1", "pruning.finetune_epochs=0", "model.widths=[8]", "pruning.criterion=random"]
@@ -178,6 +184,106 @@ def test_a_signal_before_training_ends_a_sweep_with_its_table(tmp_path, monkeypa
     assert said[-3:] == [
         "2 runs: 2 not finished", "  not finished  seed=0  (stopped by SIGTERM)", "  not finished  seed=1  (not started)",
     ]  # fmt: skip
+
+
+# What a signal to the sweep's process does to its jobs in others.
+
+
+def be_a_job(folder: Path, ready, seconds: float, has_it_at_work: bool = True) -> None:
+    """A process's body: a job that takes so long to finish its step once a signal came."""
+    came = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *a: came.set())
+    with sweep.at_work(folder) if has_it_at_work else nullcontext():
+        sweep.note(folder, number=0, host=socket.gethostname(), pid=os.getpid(), path="", state="begun")
+        ready.send(True)
+        came.wait(20)
+        time.sleep(seconds)
+        sweep.note(folder, number=0, path="", state="interrupted", told=came.is_set())
+
+
+@pytest.fixture
+def job_elsewhere(tmp_path):
+    """Starts `be_a_job` in a process of its own; gives that and the job's folder."""
+    context, started = multiprocessing.get_context("fork"), []
+
+    def start(*how):
+        ready, its_end = context.Pipe()
+        started.append(context.Process(target=be_a_job, args=(tmp_path / "0", its_end, *how)))
+        started[-1].start()
+        ready.recv()
+        return started[-1], tmp_path / "0"
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_jobs_at_work_are_told_and_waited_for_and_none_begins_after(job_elsewhere, tmp_path):
+    job_elsewhere(0.5)
+    sweep.require_going_on(tmp_path)
+    sweep.stop(tmp_path)
+    (noted,) = sweep.notes(tmp_path)
+    assert noted["state"] == "interrupted" and noted["told"]
+    with pytest.raises(Stopped):
+        sweep.require_going_on(tmp_path)
+
+
+def test_a_job_that_does_not_end_is_waited_for_no_longer_than_that(job_elsewhere, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "PATIENCE", 0.3)
+    process, _ = job_elsewhere(20)
+    began = time.monotonic()
+    sweep.stop(tmp_path)
+    assert process.is_alive() and 0.3 <= time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("change", [{}, {"host": "another"}])
+def test_no_signal_goes_to_a_process_that_only_has_the_number_of_one_or_is_elsewhere(change, job_elsewhere, tmp_path):
+    """A job whose process was killed leaves its note; the system gives its number to others."""
+    process, folder = job_elsewhere(0, bool(change))
+    sweep.note(folder, **json.loads((folder / sweep.NOTE).read_text()) | change)
+    began = time.monotonic()
+    sweep.stop(tmp_path)
+    assert time.monotonic() - began < 10
+    time.sleep(0.2)
+    assert json.loads((folder / sweep.NOTE).read_text())["state"] == "begun" and process.is_alive()
+
+
+def test_a_job_that_begins_in_a_sweep_that_was_stopped_does_nothing(tmp_path, monkeypatch, capsys):
+    real = sweep.own_folder
+    monkeypatch.setattr(sweep, "own_folder", lambda wanted: sweep.stop(path := real(wanted)) or path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *TINY, *QUIET, f"runs={tmp_path}", "seed=0,1"])
+    assert run.main() == 143 and not (tmp_path / "digits").exists()
+    assert "2 runs: 2 not finished" in capsys.readouterr().err
+
+
+def refuse_notes(monkeypatch) -> None:
+    real = sweep.write_atomically
+
+    def write(path, fill):
+        if path.name == sweep.NOTE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path, fill)
+
+    monkeypatch.setattr(sweep, "write_atomically", write)
+
+
+def test_a_note_that_can_not_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
+    refuse_notes(monkeypatch)
+    words = ["run.py", "-m", *TINY, *QUIET, f"runs={tmp_path}", "seed=0,1"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert run.main() == 0
+    said = capsys.readouterr().err
+    assert said.count('note "done" of a run can\'t be written: ') == 2 and "2 runs: 2 done" in said
+
+
+def test_a_result_that_can_not_be_read_fails_its_run_alone(tmp_path, monkeypatch, capsys):
+    """Of a search, which looks at what each run left."""
+    monkeypatch.setattr(run, "does_search", lambda config: True)
+    monkeypatch.setattr(sweep, "objectives", lambda path, count: RunDirectory(path / "gone").summary)
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", *TINY, *QUIET, f"runs={tmp_path}", "seed=0,1"])
+    assert run.main() == 2
+    assert "2 runs: 2 failed" in capsys.readouterr().err
 
 
 def test_a_search_looks_at_validation_and_flops(tmp_path):
@@ -341,14 +447,70 @@ def test_a_killed_worker_is_told_and_the_same_command_goes_on(launcher, tmp_path
     assert again.returncode == 0
 
 
+def training(notes: list[dict]) -> bool:
+    """Whether the runs of these notes have records."""
+    return all(RunDirectory(note["path"]).metrics_path.exists() for note in notes)
+
+
+INTERRUPTED = [  # launcher, signal, whether all processes get it, as from a terminal or a scheduler; for how many runs at work it waits
+    ("basic", signal.SIGINT, "all", 1),
+    ("basic", signal.SIGTERM, "parent", 1),
+    ("joblib", signal.SIGINT, "all", 2),
+    ("joblib", signal.SIGTERM, "all", 2),
+    ("joblib", signal.SIGINT, "parent", 2),
+    ("joblib", signal.SIGTERM, "parent", 2),
+    ("submitit_local", signal.SIGINT, "all", 2),
+    ("submitit_local", signal.SIGTERM, "parent", 2),
+    ("ray", signal.SIGINT, "parent", 2),  # at SIGTERM, Ray itself ends the process that started it, before Python knows
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
-def test_an_interrupted_sweep_says_what_is_done_and_what_not(launcher, tmp_path):
-    process = launched(tmp_path, launcher, "seed=0,1", "epochs=100000")
-    begun(tmp_path, process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate()
-    assert process.returncode == 130 and "2 runs: 2 not finished" in said
+@pytest.mark.parametrize(("launcher", "number", "who", "at_a_time"), INTERRUPTED)
+def test_an_interrupted_sweep_keeps_its_runs_and_the_same_command_goes_on(launcher, number, who, at_a_time, tmp_path):
+    words = ["seed=0,1,2", "epochs=3", "batch_size=4", "trunks=null"]
+    process = launched(tmp_path, launcher, *words)
+    while not training(at_work := begun(tmp_path, process, at_a_time)):
+        time.sleep(0.05)
+    (os.killpg if who == "all" else os.kill)(process.pid, number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + number and "3 runs: 3 not finished" in said and "Traceback" not in said
+    (folder,) = (tmp_path / ".sweeps").iterdir()
+    noted = {note["path"]: note for note in sweep.notes(folder)}
+    for path in (note["path"] for note in at_work):
+        last = Checkpoints(RunDirectory(path).checkpoint_path).last_step
+        assert noted[path]["state"] == "interrupted" and noted[path]["why"].endswith(f"goes on from step {last}")
+        assert last >= RunDirectory(path).metrics()["step"].max() > 0
+    assert {note["state"] for note in noted.values()} == {"interrupted"}, "none was left alone or killed"
+    if launcher != "submitit_local":  # which starts all at once
+        assert len(list((tmp_path / "digits").glob("*/checkpoint"))) == at_a_time, "no other began meanwhile"
+    again = launched(tmp_path, launcher, *words)
+    again.communicate(timeout=300)
+    assert again.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_search_by_optuna_draws_runs_and_writes_the_front(tmp_path):
+    if not found("hydra_plugins.hydra_optuna_sweeper"):
+        pytest.skip("hydra_plugins.hydra_optuna_sweeper is not installed: pip install -e '.[optuna]'")
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.direction=[maximize,minimize]", "hydra.sweeper.n_trials=4"]
+    drawn = ["hydra.sweeper.n_jobs=1", "hydra.sweeper.sampler.seed=0", "pruning.sparsity=interval(0.1,0.9)"]
+    process = launched(tmp_path, "basic", *search, *drawn)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and "4 runs: 4 done" in said
+    (folder,) = (tmp_path / ".sweeps").iterdir()
+    results = [(note["overrides"], note["result"]) for note in sweep.notes(folder)]
+    assert len({tuple(result) for _, result in results}) > 1, "all trials alike say nothing"
+    front = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    best = [result for _, result in results if not any(dominates(other, result) for _, other in results)]
+    assert front["name"] == "optuna" and sorted(s["values"] for s in front["solutions"]) == sorted(best)
+    for note in sweep.notes(folder):
+        assert note["result"] == list(sweep.objectives(Path(note["path"]), 2))
+
+
+def dominates(one: list[float], other: list[float]) -> bool:
+    """More accurate and cheaper, or as good in one of them."""
+    return one != other and one[0] >= other[0] and one[1] <= other[1]
 
 
 @pytest.mark.slow

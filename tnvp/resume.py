@@ -1,6 +1,8 @@
 """When the state of a run is kept, and how a signal stops it: at the end of a step, after that is kept.
 
-SIGTERM and SIGINT (Ctrl-C) end a run while it trains after the step at work; elsewhere, or at the second of them, at once.
+SIGTERM and SIGINT (Ctrl-C) end a run while it trains after the step at work; elsewhere, or at the second of them, at once. One
+request often comes twice: from the terminal or the scheduler, which tell every process, and from torchrun or the sweep's own process,
+which pass on what they were told. So what comes within TOGETHER seconds of the first is no second one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from tnvp.training import Callback, Fit
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOGETHER = 2.0  # seconds
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,15 +32,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Whether a signal came, and whether it waits for a step to end."""
+    """Whether a signal came, and whether it waits for a step to end. ``first``: what is done before the first one stops things at once."""
 
-    def __init__(self):
+    def __init__(self, first: Callable[[], None] = lambda: None):
         self.number: int | None = None
-        self.waits = False
+        self.waits, self._first, self._came = False, first, 0.0
 
     @contextmanager
     def handled(self) -> Iterator[Interrupts]:
-        """Inside, signals come here. Only the main thread can do that; in another they act as before."""
+        """Inside, signals come here; those around this one know of them afterwards. Only the main thread can do that; in another they act as before."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -45,13 +48,21 @@ class Interrupts:
         try:
             yield self
         finally:
+            around = getattr(before[SIGNALS[0]], "__self__", None)
+            if isinstance(around, Interrupts) and self.number is not None:
+                around.number, around._came = self.number, self._came
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: object) -> None:
-        at_once = self.number is not None or not self.waits
-        self.number = number
-        if at_once:
+        now = time.monotonic()
+        if self.number is not None:
+            if now - self._came < TOGETHER:
+                return
+            raise Stopped(number)
+        self.number, self._came = number, now
+        if not self.waits:
+            self._first()
             raise Stopped(number)
         os.write(2, b"\nstopping after this step; once more stops at once\n")  # print may not be called from a handler
 
@@ -98,6 +109,7 @@ class Checkpointing(Callback):
         self.keep(fit)
         self._last = time.monotonic()
         if number:
+            self.greatest(0)  # none leaves before the one that writes has done so
             raise Stopped(number)
 
     def on_end(self, fit: Fit) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from tnvp import figures, results, stability, tracking
+from tnvp.resume import SIGNALS
 from tnvp.run_directory import ResultsError, RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -190,10 +192,21 @@ def run(study: Study, extra: list[str]) -> int:
                 f"study={study.name}",
                 *extra,
             ]
-            statuses.append(subprocess.run(command).returncode)
+            statuses.append(attended(command))
             if statuses[-1] not in (0, 1, 2):
                 return statuses[-1]
     return 1 if 1 in statuses else max(statuses)
+
+
+def attended(command: list[str]) -> int:
+    """Run a command and return its exit status. Signals are passed on to it, and its end is awaited: its runs are to finish their step."""
+    with subprocess.Popen(command) as process:
+        before = {n: signal.signal(n, lambda number, frame: process.send_signal(number)) for n in SIGNALS}
+        try:
+            return process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:

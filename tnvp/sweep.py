@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 from typing import NamedTuple
 
 from tnvp.locks import LockedError, locked
+from tnvp.resume import Stopped
 from tnvp.run_directory import RunDirectory, write_atomically
 
 NOTE = "outcome.json"
+AT_WORK = "at-work.lock"  # beside the note, held while the job's process has it at work
+STOPPED = "stopped"  # in the sweep's folder: the host on which no job begins any more
 POLL_SECONDS = 0.5
+PATIENCE = 60.0  # seconds that a step and its checkpoint may take once a sweep is interrupted
 
 
 class Point(NamedTuple):
@@ -54,7 +61,11 @@ def own_folder(wanted: str | Path) -> Path:
 
 def running_elsewhere(path: Path) -> bool:
     """True while a process has the run at ``path`` at work."""
-    lock = RunDirectory(path).lock_path
+    return is_held(RunDirectory(path).lock_path)
+
+
+def is_held(lock: Path) -> bool:
+    """True while a process is inside `locked` for this file."""
     if not lock.exists():
         return False
     try:
@@ -65,15 +76,68 @@ def running_elsewhere(path: Path) -> bool:
 
 
 def note(folder: str | Path, **facts: object) -> None:
-    """Write a job's note into the job's folder: number, overrides, path, state ("begun", "done", "failed", …), why, status."""
+    """Write a job's note into the job's folder: number, overrides, path, state ("begun", "done", "failed", …), why, status.
+
+    Where that fails it is told, and no more: the run and those after it go on, and their directories say what is complete.
+    """
     text = json.dumps(facts, indent=2) + "\n"
-    write_atomically(Path(folder) / NOTE, lambda file: file.write(text.encode()))
+    try:
+        write_atomically(Path(folder) / NOTE, lambda file: file.write(text.encode()))
+    except OSError as error:
+        print(f'the note "{facts.get("state")}" of a run can\'t be written: {error}', file=sys.stderr)
 
 
 def notes(folder: Path) -> list[dict]:
     """What the jobs of the sweep noted so far, in their order."""
     found = [json.loads(path.read_text()) for path in folder.rglob(NOTE)]
     return sorted(found, key=lambda facts: facts["number"])
+
+
+@contextmanager
+def at_work(folder: str | Path) -> Iterator[None]:
+    """Inside, this process has the job of that folder at work."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # as on a full disk, of which the run itself will tell
+            stack.enter_context(locked(Path(folder) / AT_WORK))
+        yield
+
+
+def stop(folder: Path) -> None:
+    """Let the jobs that other processes of this host have at work finish their step, and let none begin any more.
+
+    Waits for them, PATIENCE seconds at most. Launchers kill their workers, or leave them alone, when a signal ends them. Jobs on
+    other hosts are left to their scheduler. No print: it may be called from a signal's handler.
+    """
+    with suppress(OSError):
+        (folder / STOPPED).write_text(gethostname())
+    told: set[Path] = set()
+    end = time.monotonic() + PATIENCE
+    while (jobs := elsewhere_at_work(folder)) and time.monotonic() < end:
+        if new := jobs.keys() - told:
+            os.write(2, f"\nwaiting for {len(jobs)} runs to finish their step; once more stops at once\n".encode())
+            for job in new:
+                with suppress(OSError):  # it has just ended
+                    os.kill(jobs[job], signal.SIGTERM)  # not SIGINT: Ray's workers never get that
+            told |= new
+        time.sleep(POLL_SECONDS / 5)
+
+
+def elsewhere_at_work(folder: Path) -> dict[Path, int]:
+    """The jobs that other processes of this host have at work: folder → process. A process that ended has none, whoever has its number now."""
+    found = {path.parent: json.loads(path.read_text()) for path in folder.rglob(NOTE)}
+    return {
+        job: facts["pid"]
+        for job, facts in found.items()
+        if facts["state"] == "begun" and facts["host"] == gethostname() and facts["pid"] != os.getpid()
+        if is_held(job / AT_WORK)
+    }
+
+
+def require_going_on(folder: Path) -> None:
+    """Raises Stopped where the sweep was told to `stop` on this host: some launchers still begin what they had queued."""
+    with suppress(OSError):
+        if (folder / STOPPED).read_text() == gethostname():
+            raise Stopped(signal.SIGTERM)
 
 
 def complete(points: Iterable[Point]) -> set[Path]:
