@@ -278,8 +278,12 @@ def _drawn(study: Study, table: pd.DataFrame, kind: str, *columns: str) -> dict[
     command = f"make study STUDY={study.name} and make publish STUDY={study.name}"
     if kind in figures.OF_STABILITY:
         path = study.folder / "stability.csv"
-        command = f"make study STUDY={study.name} and python -m tnvp.stability (README.md)"
-        return {study.name: figures.OF_STABILITY[kind](stability.read(path), study.name, command)}
+        runs = f"$(sed 1d experiments/{study.name}/stability.csv | cut -d, -f1 | sort -u | sed s,^,runs/{study.name}/,)"
+        command = (
+            f"make study STUDY={study.name}; python -m tnvp.stability {runs} --csv experiments/{study.name}/stability.csv; "
+            f"make publish STUDY={study.name}"
+        )
+        return {study.name: figures.OF_STABILITY[kind](stability.read(path), table, study.name, command)}
     if kind in figures.BY_SETTING:
         return {study.name: figures.BY_SETTING[kind](table, list(columns), study.name, command)}
     return figures.of_table(table, kind, command)
