@@ -22,7 +22,7 @@ import run
 from tests.processes import heeding_signals
 from tests.test_tracking import of_kind, read_records
 from tests.wandb_server import isolate
-from tnvp import command_line, results, study
+from tnvp import command_line, declaration, results, study
 from tnvp.config import VERSION
 
 PUBLISHED = [name for name in study.study_names() if study.read(name).table_path.exists()]
@@ -111,7 +111,9 @@ def test_a_part_is_published_only_where_asked_and_said(tmp_path):
     mine, where = study.read("mine", tmp_path), [f"runs={tmp_path}/runs", "tracking=none", "progress=false"]
     with pytest.raises(study.StudyError, match="4 of 4 runs of mine are not finished"):
         study.publish(mine, where, partial=True)
-    one = mine._replace(sweeps=[study.Sweep(["experiment=digits"], {"seed": [0], "pruning.criterion": ["random"]})])
+    one = mine._replace(
+        sweeps=[declaration.Sweep(["experiment=digits"], {"seed": [0], "pruning.criterion": ["random"]})]
+    )
     assert study.run(one, where) == 0
     with pytest.raises(study.StudyError, match=r"3 of 4 runs[\s\S]*variance[\s\S]*--partial"):
         study.publish(mine, where)
@@ -156,7 +158,7 @@ def test_points_are_those_that_hydra_sweeps_over():
         "dataset.flip": [True],
     }
     axes |= {"name": [None, "a b", "it's"]}
-    sweep = study.Sweep(["experiment=digits"], axes)
+    sweep = declaration.Sweep(["experiment=digits"], axes)
     flags = Namespace(overrides=sweep.overrides(), multirun=True, experimental_rerun=None)
     with hydra.initialize_config_dir(str(run.CONF), version_base=VERSION):
         theirs = [run.resolve(hydra.compose("config", point)) for point in command_line.points(flags)]
