@@ -398,7 +398,7 @@ def test_the_front_holds_what_nothing_beats():
 def test_a_search_is_one_sweep_and_its_finished_runs_are_published(tmp_path, monkeypatch):
     declare_two(tmp_path / "experiments")
     mine, started = study.read("searched", tmp_path / "experiments"), []
-    monkeypatch.setattr(study.subprocess, "run", lambda command: started.append(command) or Namespace(returncode=0))
+    monkeypatch.setattr(study, "attended", lambda command: started.append(command) or 0)
     where = [f"runs={tmp_path}/runs"]
     assert study.run(mine, where) == 0
     assert started[0][2:] == ["-m", "hydra/sweeper=optuna", "study=searched", *where]
@@ -423,6 +423,14 @@ def test_a_table_that_can_not_be_written_is_told(tmp_path):
     (tmp_path / "windows" / "count.py").write_text("")
     with pytest.raises(study.StudyError, match=r"counted.md can't be written with .*: it wrote no such file"):
         study.draw(mine._replace(figures={}))
+
+
+@pytest.mark.parametrize("name", ["accuracy_vs_sparsity_cifar10", "tutorial_demo"])
+def test_the_originals_of_cifar10_may_take_the_place_of_jpeg_files(name):
+    declared = study.read(name)
+    firsts = [sweep._replace(axes={key: values[:1] for key, values in sweep.axes.items()}) for sweep in declared.sweeps]
+    runs = study.runs_of(declared._replace(sweeps=firsts), ["dataset=cifar10"])
+    assert all(run.path.name.startswith("cifar10-") for run in runs)
 
 
 def test_another_table_is_no_published_one(tmp_path):
