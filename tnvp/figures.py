@@ -21,6 +21,7 @@ from tnvp.controls import CONTROLS
 from tnvp.figure_style import CRITERIA, in_words, order, save
 from tnvp.run_directory import ResultsError, RunDirectory
 from tnvp.run_figures import training_curves, widths_over_time
+from tnvp.search_figure import accuracy_flops_front
 from tnvp.setting_figures import accuracy_by_setting, accuracy_vs_training
 from tnvp.stability_figure import stability_over_seeds
 from tnvp.study_figures import accuracy_by_compensation, accuracy_vs_cost, accuracy_vs_sparsity, paired_differences
@@ -28,7 +29,7 @@ from tnvp.trace_figures import rank_stability, survival, trace_heatmap
 from tnvp.width_figures import widths_by_criterion, with_widths
 
 __all__ = [
-    "BY_SETTING", "CRITERIA", "KINDS", "OF_STABILITY", "OF_TABLES", "accuracy_by_compensation", "accuracy_by_setting",
+    "BY_SETTING", "CRITERIA", "KINDS", "OF_SEARCH", "OF_STABILITY", "OF_TABLES", "accuracy_by_compensation", "accuracy_by_setting",
     "accuracy_vs_cost", "accuracy_vs_sparsity", "accuracy_vs_training", "draw", "of_table", "paired_differences",
     "rank_stability", "save", "stability_over_seeds", "survival", "trace_heatmap", "training_curves",
     "widths_by_criterion", "widths_over_time",
@@ -45,7 +46,8 @@ BY_SETTING = {  # what is drawn of a table whose settings some of its columns na
     "accuracy_vs_training": accuracy_vs_training,
 }
 OF_STABILITY = {"rank_stability": stability_over_seeds}  # what is drawn of a stability.csv
-KINDS = [*OF_TABLES, *BY_SETTING, *OF_STABILITY]
+OF_SEARCH = {"accuracy_flops_front": accuracy_flops_front}  # what is drawn of the table of a search
+KINDS = [*OF_TABLES, *BY_SETTING, *OF_STABILITY, *OF_SEARCH]
 FILES = ["accuracy", "compensation", "cost", "differences", "widths-by-criterion"]  # how `draw` names their files
 NEEDS = {
     "accuracy_by_compensation": "several compensations",
