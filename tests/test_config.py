@@ -227,6 +227,9 @@ def test_a_wrong_choice_is_named_with_the_right_ones(pool):
         ("pruning=gradual", "pruning.window", "event", "is not one of cumulative, since_prune, ema, calibration"),
         ("pruning=one_shot", "pruning.ignore", [""], "pruning.ignore[0]='' must be a layer's name"),
         ("pruning=gradual", "pruning.start_step", 150, "start_step=150 must be below pruning.end_step=150"),
+        ("pruning=iterative", "pruning.start_step", 0, "pruning.start_step=0 must be a number in [1, inf)"),
+        ("pruning=iterative", "pruning.events", 0, "pruning.events=0 must be a number in [1, inf)"),
+        ("pruning=iterative", "pruning.every", 0, "pruning.every=0 must be a number in [1, inf)"),
         ("pruning=threshold", "pruning.threshold", 0, "pruning.threshold=0.0 must be a number in (0, inf)"),
         ("dataset=mnist", "dataset.std", [0.3, 0.0], "dataset.std[1]=0.0 must be a number in (0, inf)"),
         ("dataset=mnist", "dataset.validation_fraction", 1, "must be a number in (0, 1)"),
@@ -284,7 +287,7 @@ def test_all_bad_values_are_named_at_once(pool):
     ("key", "message"),
     [
         ("pruning.sparsitty", "unknown key pruning.sparsitty: did you mean pruning.sparsity?"),
-        ("pruning.every", "unknown key pruning.every: it exists only with pruning=gradual or threshold"),
+        ("pruning.every", "unknown key pruning.every: it exists only with pruning=gradual or iterative or threshold"),
         ("sparsity", "unknown key sparsity: did you mean pruning.sparsity?"),
         ("epoch", "unknown key epoch: did you mean epochs?"),
         ("optimizer.qqq", "unknown key optimizer.qqq: optimizer has name, lr, "),
@@ -331,6 +334,7 @@ def test_tracking_does_not_influence_results(pool):
         ("none", {"epochs", "trace_every"}),
         ("one_shot", {"dense_epochs", "trace_every"}),
         ("gradual", {"epochs", "start_step", "every", "trace_every"}),
+        ("iterative", {"epochs", "start_step", "trace_every"}),
         ("threshold", {"epochs", "every", "trace_every"}),
         (
             "scratch",
@@ -419,7 +423,7 @@ def command(monkeypatch, tmp_path, capsys):
         ("seed==1", "Error parsing override 'seed==1'"),
         ("dataset=null", "Config group override must be a string"),
         ("+dataset=mnist", "Multiple values for dataset: choose without +"),
-        ("~pruning", "pruning has no value: choose pruning=none|one_shot|gradual|threshold"),
+        ("~pruning", "pruning has no value: choose pruning=none|one_shot|gradual|iterative|threshold|scratch"),
         ("-m seed=0 hydra/launcher=nope", "hydra/launcher=nope is not one of basic"),
         ("-m dataset=glob(x*)", "dataset=glob(x*) has no values"),
         ("-m seed=0,1 pruning.sparsity=0.5,1.5", "pruning.sparsity=1.5 must be a number in [0, 1)"),
@@ -481,7 +485,7 @@ def test_help_lists_the_choices(command, capsys):
         command("--help")
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert "\npruning: gradual, none, one_shot, scratch, threshold\n" in out and "schema:" not in out
+    assert "\npruning: gradual, iterative, none, one_shot, scratch, threshold\n" in out and "schema:" not in out
     assert not command.ran
 
 

@@ -39,6 +39,7 @@ KINDS = {  # of 1,294 images: batches of 97 leave an odd number for the last of 
         MLP, "pruning=gradual", "pruning.start_step=4", "pruning.end_step=16", "pruning.every=6", "pruning.criterion=taylor",
         "batch_size=76", "optimizer=adam", "optimizer.lr=0.01",
     ],
+    "iterative": [MLP, "pruning=iterative", "pruning.start_step=3", "pruning.events=3", "pruning.every=4"],
     "threshold": [MLP, "pruning=threshold", "pruning.every=6", "pruning.threshold=0.8", "batch_size=97"],
     "mask": [
         MLP, "pruning=gradual", "pruning.start_step=4", "pruning.end_step=16", "pruning.every=6", "pruning.mode=mask", "batch_size=76",
@@ -51,7 +52,8 @@ CNN = [
     "pruning.finetune_epochs=1",
     "batch_size=97",
 ]  # no run of one process is like it
-ORDER = ["none", "one_shot", "threshold", "mask", "scratch", "cnn", "gradual", "gradual"]  # it is stopped, and goes on
+# gradual is stopped, and goes on
+ORDER = ["none", "one_shot", "iterative", "threshold", "mask", "scratch", "cnn", "gradual", "gradual"]
 KILLED_AT = 10
 
 

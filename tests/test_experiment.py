@@ -23,6 +23,7 @@ KINDS = {
     "none": ["pruning=none"],
     "one_shot": ["pruning=one_shot", "pruning.finetune_epochs=2"],
     "gradual": ["pruning=gradual", "pruning.start_step=5", "pruning.end_step=25", "pruning.every=5"],
+    "iterative": ["pruning=iterative", "pruning.start_step=5", "pruning.events=3", "pruning.every=10"],
     "threshold": ["pruning=threshold", "pruning.every=10", "pruning.threshold=0.8"],
 }
 
@@ -56,7 +57,7 @@ def test_a_run_leaves_what_the_contract_says(kind, started):
     per_epoch = metrics[metrics["validation/accuracy"].notna()]
     assert len(per_epoch) == {"one_shot": 5}.get(kind, 3)
     assert set(traces["group"]) == {"fc1", "fc2"} and (traces["variance"] >= 0).all()
-    assert len(events) == {"none": 0, "one_shot": 1, "gradual": 4, "threshold": 3}[kind]
+    assert len(events) == {"none": 0, "one_shot": 1, "gradual": 4, "iterative": 3, "threshold": 3}[kind]
     model = tnvp.load(directory.model_path)
     assert directory.summary["widths"] == f"{model.fc1.out_features}-{model.fc2.out_features}"
     assert [model.fc1.out_features, model.fc2.out_features] == per_epoch.iloc[-1][["widths/fc1", "widths/fc2"]].tolist()
@@ -136,12 +137,29 @@ def test_what_becomes_of_the_optimizers_state_stands_in_the_table_and_keeps_the_
     assert len(by_setting(rows)) == 3, "they are never averaged together"
 
 
-def test_gradual_follows_its_schedule(started):
-    _, _, directory = started(*KINDS["gradual"], "pruning.sparsity=0.5")
-    requested = [event["requested"]["sparsity"] for event in directory.events()]
-    assert requested == pytest.approx([0.5 * (1 - (1 - t / 20) ** 3) for t in (5, 10, 15, 20)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gradual", {step: 0.5 * (1 - (1 - (step - 5) / 20) ** 3) for step in (10, 15, 20, 25)}),
+        ("iterative", {5: 0.5 / 3, 15: 1 / 3, 25: 0.5}),
+    ],
+)
+def test_sparsity_follows_its_schedule(kind, expected, started):
+    _, _, directory = started(*KINDS[kind], "pruning.sparsity=0.5")
+    requested = {event["step"]: event["requested"]["sparsity"] for event in directory.events()}
+    assert requested == pytest.approx(expected)
     achieved = [event["neuron_sparsity"] for event in directory.events()]
-    assert achieved == pytest.approx(requested, abs=1 / 48)
+    assert achieved == pytest.approx(list(expected.values()), abs=1 / 48)
+    assert achieved[-1] == 0.5
+
+
+def test_iterative_with_one_event_is_one_shot_without_a_new_phase(started):
+    """Of the networks before and after the event, which at a constant learning rate are trained alike."""
+    constant = ["optimizer.schedule=constant", "trunks=null"]
+    _, one_shot, _ = started("pruning=one_shot", "epochs=1", "pruning.finetune_epochs=1", *constant)
+    _, iterative, _ = started("pruning=iterative", "epochs=2", "pruning.start_step=11", "pruning.events=1", *constant)
+    same = ("test_accuracy_dense", "test_accuracy_pruned", "widths", "training_flops")
+    assert [iterative[key] for key in same] == [one_shot[key] for key in same]
 
 
 def test_training_flops_sum_up_what_each_step_cost(started):
@@ -159,11 +177,12 @@ def test_training_flops_sum_up_what_each_step_cost(started):
     )
     assert one_shot == images * (3 * cost(32, 16) + 2 * cost(16, 8))
     assert none == images * 3 * cost(32, 16) and scratch == images * 5 * cost(16, 8)
-    _, gradual, directory = started(*KINDS["gradual"])
-    widths = [(32, 16), *(tuple(g["width_after"] for g in event["groups"]) for event in directory.events())]
-    expected = sum(cost(*w) * n for w, n in zip(widths, (10, 5, 5, 5, 8), strict=True))
-    assert gradual["training_flops"] == pytest.approx(images / 11 * expected, rel=1e-9)
-    assert gradual["training_flops"] < none
+    for kind, steps in {"gradual": (10, 5, 5, 5, 8), "iterative": (5, 10, 10, 8)}.items():
+        _, pruned, directory = started(*KINDS[kind])
+        widths = [(32, 16), *(tuple(g["width_after"] for g in event["groups"]) for event in directory.events())]
+        expected = sum(cost(*w) * n for w, n in zip(widths, steps, strict=True))
+        assert pruned["training_flops"] == pytest.approx(images / 11 * expected, rel=1e-9)
+        assert pruned["training_flops"] < none
     masked = started(*KINDS["gradual"], "pruning.mode=mask")[1]
     assert masked["training_flops"] == none, "a mask saves nothing"
 
@@ -269,6 +288,9 @@ def test_bad_input_leaves_no_run_directory(started, tmp_path):
         experiment.run(compose("tracking=none", "model=tutorial_cnn", f"runs={tmp_path}"))
     with pytest.raises(config.ConfigError, match=r"end_step=5000 .* 3 epochs of 11 steps are 33"):
         started("pruning=gradual", "pruning.end_step=5000")
+    iterative = ["pruning=iterative", "pruning.start_step=5", "pruning.events=4", "pruning.every=10"]
+    with pytest.raises(config.ConfigError, match=r"start_step=5, .*events=4, .*every=10: .* step 35, is beyond .* 33"):
+        started(*iterative)
     with pytest.raises(config.ConfigError, match="every=34"):
         started("pruning=threshold", "pruning.every=34")
     assert not list(tmp_path.iterdir())

@@ -180,14 +180,18 @@ def test_settings_are_never_mixed(table):
 
 def test_pruning_while_training_is_compared_with_training_as_long_without(tmp_path):
     for seed in range(2):
-        for name, fields in {"gradual": {"sparsity": 0.5}, "threshold": {"threshold": 0.6}}.items():
+        for name, fields in {
+            "gradual": {"sparsity": 0.5},
+            "iterative": {"sparsity": 0.5},
+            "threshold": {"threshold": 0.6},
+        }.items():
             whole = {**config(seed=seed), "pruning": pruning(name, **fields)}
             write_run(tmp_path / f"{name}{seed}", whole, streams=False, test_accuracy_dense=20.0)
         for epochs, accuracy in ((9, 90.0 + seed), (3, 50.0)):
             whole = {**config(seed=seed), "pruning": {"name": "none", "epochs": epochs}}
             write_run(tmp_path / f"dense{epochs}-{seed}", whole, streams=False, test_accuracy=accuracy)
     runs = results.table(tmp_path)
-    for kind in ("gradual", "threshold"):
+    for kind in ("gradual", "iterative", "threshold"):
         chosen = runs[runs["config.pruning.name"].isin([kind, "none"])]
         figure = figures.accuracy_vs_sparsity(chosen)
         assert "trained as long without pruning, n = 2" in text(figure)

@@ -40,6 +40,7 @@ SMALL = [
 ]  # fmt: skip
 ONE_SHOT = ["pruning=one_shot", "pruning.finetune_epochs=1"]
 GRADUAL = ["pruning=gradual", "pruning.start_step=2", "pruning.end_step=16", "pruning.every=4"]
+ITERATIVE = ["pruning=iterative", "pruning.start_step=4", "pruning.events=3", "pruning.every=6"]
 THRESHOLD = ["pruning=threshold", "pruning.every=6", "pruning.threshold=0.8"]
 RUNS = {
     "none": ["pruning=none", "model.dropout=0.2", "dataset.crop_padding=1", "dataset.flip=true"],
@@ -51,6 +52,7 @@ RUNS = {
     "gradual, mask": [*GRADUAL, "pruning.mode=mask", "optimizer=adam", "optimizer.schedule=constant"],
     "gradual, random": [*GRADUAL, "pruning.criterion=random", "pruning.window=ema", "precision=float16"],
     "gradual, obs": [*GRADUAL, "pruning.criterion=obs", "pruning.compensation=affine", "precision=bfloat16"],
+    "iterative": [*ITERATIVE, "pruning.window=since_prune", "optimizer=adam", "model.dropout=0.2"],
     "threshold": [*THRESHOLD, "optimizer=adamw", "model.batch_norm=true", "dataset.crop_padding=1"],
     "threshold, mask": [*THRESHOLD, "pruning.mode=mask", "pruning.criterion=variance_preactivation"],
     "scratch": ["pruning=scratch", "pruning.finetune_epochs=0"],
@@ -64,6 +66,7 @@ QUICK = [
     "one_shot, trunk",
     "one_shot, adamw, fresh",
     "gradual, random",
+    "iterative",
     "threshold",
     "scratch",
     "gradual, parts",
@@ -192,7 +195,7 @@ def forked(config: Config, kill_after: float | None = None, at_step: int | None 
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("kind", ["one_shot", "gradual", "threshold", "gradual, mask"])
+@pytest.mark.parametrize("kind", ["one_shot", "gradual", "iterative", "threshold", "gradual, mask"])
 def test_a_process_that_is_killed_goes_on_too(kind, tmp_path):
     config = small(tmp_path / "b", *RUNS[kind], "checkpoint_steps=4")
     assert forked(config, at_step=14) == -signal.SIGKILL

@@ -19,8 +19,14 @@ SMALL = [
 ]  # fmt: skip
 ONE_SHOT = ["pruning=one_shot", "pruning.finetune_epochs=1"]
 GRADUAL = ["pruning=gradual", "pruning.start_step=5", "pruning.every=4", "pruning.end_step=17"]  # 11 steps an epoch
+ITERATIVE = ["pruning=iterative", "pruning.start_step=9", "pruning.every=4", "pruning.events=3"]
 THRESHOLD = ["pruning=threshold", "pruning.every=9", "pruning.threshold=0.8"]
-KINDS = {"one_shot": (ONE_SHOT, 22), "gradual": (GRADUAL, 8), "threshold": (THRESHOLD, 8)}  # and the trunk's last step
+KINDS = {  # and the trunk's last step
+    "one_shot": (ONE_SHOT, 22),
+    "gradual": (GRADUAL, 8),
+    "iterative": (ITERATIVE, 8),
+    "threshold": (THRESHOLD, 8),
+}
 
 
 def small(tmp_path, *overrides: str) -> Config:

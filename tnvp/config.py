@@ -112,9 +112,9 @@ def config_hash(config: Config) -> str:
 def trunk_hash(config: Config) -> str:
     """12 hex digits that agree if two runs are the same up to, and in the step of, their first prune event.
 
-    Criterion, sparsity, compensation and all that happens after the event are left out. With gradual and
-    threshold pruning the step of the first event counts, and `epochs`, since the learning rate depends on the
-    length of the run. Without a prune event the whole run is trunk.
+    Criterion, sparsity, compensation and all that happens after the event are left out. With gradual,
+    iterative and threshold pruning the step of the first event counts, and `epochs`, since the learning rate
+    depends on the length of the run. Without a prune event the whole run is trunk.
     """
     trunk = {"name": config.pruning.name, "trace_every": config.pruning.trace_every, **config.pruning.trunk()}
     return _digest(_influential(config) | {"pruning": trunk})

@@ -317,42 +317,81 @@ class OneShot(ActivePruning):
 
 
 @dataclass
-class Gradual(ActivePruning):
+class PruningWhileTraining(ActivePruning):
+    """What the kinds share that prune in the course of one training phase."""
+
+    epochs: int = number("[1, inf)")
+    """Training epochs in all."""
+    every: int = number("[1, inf)")
+    """Steps between events."""
+
+    def first_event(self) -> int:
+        """Its step; the first step of a run is 1."""
+        raise NotImplementedError
+
+    def reaches(self) -> tuple[int, str]:
+        """The step that a run must not end before, and the words for it in a message."""
+        raise NotImplementedError
+
+    def trunk(self) -> dict:
+        return {"epochs": self.epochs, "first_event": self.first_event()}
+
+
+@dataclass
+class Gradual(PruningWhileTraining):
     """Prune while training, fast at first, then ever slower (cubic)."""
 
     sparsity: float = number("[0, 1)")
     """Fraction of the prunable neurons removed in the end."""
-    epochs: int = number("[1, inf)")
-    """Training epochs in all."""
     start_step: int = number("[0, inf)")
     """Step from which the target rises from 0; the first event is `every` steps later."""
     end_step: int = number("[1, inf)")
     """Step of the last event."""
-    every: int = number("[1, inf)")
-    """Steps between events."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.start_step >= self.end_step:
             yield f"pruning.start_step={self.start_step} must be below pruning.end_step={self.end_step}"
 
-    def trunk(self) -> dict:
-        return {"epochs": self.epochs, "first_event": min(self.start_step + self.every, self.end_step)}
+    def first_event(self) -> int:
+        return min(self.start_step + self.every, self.end_step)
+
+    def reaches(self) -> tuple[int, str]:
+        return self.end_step, f"pruning.end_step={self.end_step}"
 
 
 @dataclass
-class Threshold(ActivePruning):
+class Iterative(PruningWhileTraining):
+    """Prune while training, by the same share of the neurons at each event."""
+
+    sparsity: float = number("[0, 1)")
+    """Fraction of the prunable neurons removed in the end."""
+    start_step: int = number("[1, inf)")
+    """Step of the first event."""
+    events: int = number("[1, inf)")
+    """How many there are; each removes `sparsity / events` of the neurons that there were at first."""
+
+    def first_event(self) -> int:
+        return self.start_step
+
+    def reaches(self) -> tuple[int, str]:
+        last = self.start_step + (self.events - 1) * self.every
+        values = f"pruning.start_step={self.start_step}, pruning.events={self.events}, pruning.every={self.every}"
+        return last, f"{values}: the last event, at step {last},"
+
+
+@dataclass
+class Threshold(PruningWhileTraining):
     """The demo's rule: every so often, remove the neurons that hardly vary."""
 
     threshold: float = number("(0, inf)")
     """Neurons go whose standard deviation is under this multiple of their layer's mean one."""
-    epochs: int = number("[1, inf)")
-    """Training epochs in all."""
-    every: int = number("[1, inf)")
-    """Steps between events."""
 
-    def trunk(self) -> dict:
-        return {"epochs": self.epochs, "first_event": self.every}
+    def first_event(self) -> int:
+        return self.every
+
+    def reaches(self) -> tuple[int, str]:
+        return self.every, f"pruning.every={self.every}"
 
 
 @dataclass
@@ -443,6 +482,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group → choice → schema; conf/<gr
         "none": NoPruning,
         "one_shot": OneShot,
         "gradual": Gradual,
+        "iterative": Iterative,
         "threshold": Threshold,
         "scratch": Scratch,
     },

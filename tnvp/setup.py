@@ -18,10 +18,10 @@ from tnvp.events import Budget, PruneEvent
 from tnvp.journal import Journal
 from tnvp.pruning import Pruner
 from tnvp.pruning.calibration import running_norms
-from tnvp.pruning.schedule import Cubic
+from tnvp.pruning.schedule import Cubic, Iterative
 from tnvp.run_directory import RunDirectory
 from tnvp.run_state import digest_of
-from tnvp.schema import ActivePruning, Gradual, Scratch, Threshold
+from tnvp.schema import ActivePruning, PruningWhileTraining, Scratch
 from tnvp.training import OPTIMIZERS, Alone
 
 CONTROLS = ("none", "scratch")  # what pruned networks are compared with: nothing is pruned while these train
@@ -38,10 +38,12 @@ def data_digest(images: data.Data) -> str:
 def check_events_fit(config: Config, steps_per_epoch: int) -> None:
     """A prune event that would come after the last step is an error, found before anything runs."""
     pruning = config.pruning
-    key = {"gradual": "end_step", "threshold": "every"}.get(pruning.name)
-    if key and getattr(pruning, key) > (steps := pruning.epochs * steps_per_epoch):
+    if not isinstance(pruning, PruningWhileTraining):
+        return
+    (reached, what), steps = pruning.reaches(), pruning.epochs * steps_per_epoch
+    if reached > steps:
         raise ConfigError(
-            f"pruning.{key}={getattr(pruning, key)} is beyond the run's last step: {pruning.epochs} epochs of "
+            f"{what} is beyond the run's last step: {pruning.epochs} epochs of "
             f"{steps_per_epoch} steps are {steps}; lower it, or raise epochs"
         )
 
@@ -66,15 +68,18 @@ def trunk_end(config: Config, place: Alone, steps_per_epoch: int) -> int:
         return 0
     if config.pruning.name == "one_shot":
         return config.pruning.dense_epochs * steps_per_epoch
-    return config.pruning.trunk()["first_event"] - 1
+    return config.pruning.first_event() - 1
 
 
-def when_due(pruning: Gradual | Threshold) -> Callable[[int], Budget | None]:
+def when_due(pruning: PruningWhileTraining) -> Callable[[int], Budget | None]:
     """Step → the budget of the prune event due there, or None."""
+    if pruning.name == "threshold":
+        return lambda step: {"threshold": pruning.threshold} if step % pruning.every == 0 else None
     if pruning.name == "gradual":
         schedule = Cubic(pruning.sparsity, pruning.start_step, pruning.end_step, pruning.every)
-        return lambda step: None if (target := schedule.target(step)) is None else {"sparsity": target}
-    return lambda step: {"threshold": pruning.threshold} if step % pruning.every == 0 else None
+    else:
+        schedule = Iterative(pruning.sparsity, pruning.start_step, pruning.every, pruning.events)
+    return lambda step: None if (target := schedule.target(step)) is None else {"sparsity": target}
 
 
 def make_pruner(config: Config, model: nn.Module, images: data.Data) -> Pruner:
