@@ -48,11 +48,11 @@ test-all: install ## the slow tests too; says what was skipped, and which extra 
 study: install ## run what is missing of the study STUDY=name (ARGS="…" goes to every run)
 	$(PY) -m tnvp.study run $(STUDY) $(ARGS)
 
-publish: install ## its table and figures from the finished runs, into experiments/STUDY
+publish: install ## its tables and figures from the finished runs, into experiments/STUDY
 	$(PY) -m tnvp.study publish $(STUDY) $(ARGS)
 
 figures: install ## redraw the published figures; RESULTS=runs: those of your own runs, into FIGURES (default: figures)
-	$(if $(RESULTS),$(PY) -m tnvp.figures $(RESULTS) --out $(FIGURES),$(PY) -m tnvp.study figures)
+	$(PY) -m tnvp.study figures $(if $(RESULTS),--results $(RESULTS) --out $(FIGURES))
 
 notebooks: install ## run the notebooks anew and keep what they show (a minute; on digits)
 	TNVP_DATA_ROOT= $(PY) notebooks/execute.py

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from scipy.special import stdtrit
 
-from tnvp import study
+from tnvp import declaration, study
 
 ROOT = Path(__file__).parent.parent
 
 
-def seconds(sweep: study.Sweep, *more: str) -> tuple[float, float]:
+def seconds(sweep: declaration.Sweep, *more: str) -> tuple[float, float]:
     """Wall and processor time of a sweep in a folder of its own, with all that starting it takes."""
     wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as runs:

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
 from scipy import stats
 
@@ -19,7 +19,6 @@ from tests.test_results import EVENT, STEPS, WIDTHS, config, prune_event, traces
 from tnvp import figures, results
 from tnvp.figure_style import spread_out
 from tnvp.results import ResultsError
-from tnvp.run_figures import event_widths
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_single_runs_are_dots_and_the_trunk_is_the_reference(table):
 def test_the_figure_says_n_spread_data_and_command(table):
     said = text(figures.accuracy_vs_sparsity(table, command="python -m tnvp.figures some/runs"))
     for words in (
-        "mnist, mlp, one_shot, compensation mean",
+        "MNIST, MLP 48-24: one shot, mean compensation",
         "n = 3 a point",
         "95 % t-interval",
         "12 runs",
@@ -130,6 +129,34 @@ def test_lines_of_one_point_are_named_in_a_legend_without_leaders(table):
     assert not one.axes[0].texts
     both = figures.accuracy_vs_sparsity(table)
     assert both.axes[0].get_legend() is None and len(both.axes[0].texts) == 3
+
+
+def test_many_lines_have_bars_side_by_side_and_single_points_no_line(table):
+    renamed = [table.assign(criterion=name) for name in figures.CRITERIA]
+    many = pd.concat(renamed, ignore_index=True)
+    figure = figures.accuracy_vs_sparsity(many)
+    assert "Bars: 95 %" in text(figure) and "moved sideways" in text(figure)
+    for axes in figure.axes:
+        bars = [part for part in axes.collections if isinstance(part, LineCollection)]
+        assert len(bars) == len(figures.CRITERIA) and len(bands(axes)) == 0
+        places = {round(part.get_transform().transform([50, 90])[0], 3) for part in bars}
+        assert len(places) == len(figures.CRITERIA), "no bar hides another"
+        x, y = lines(axes)["variance"].get_data()
+        left, right = axes.get_xlim()
+        low, high = axes.get_ylim()
+        assert left < min(x) and max(x) < right and low < min(y) and max(y) < high, "the axes see what is moved"
+    assert "Bands: 95 %" in text(figures.accuracy_vs_sparsity(table))
+    one = figures.accuracy_vs_sparsity(table[table["config.pruning.sparsity"] == 0.3])
+    assert all(line.get_linestyle() == "None" for line in lines(one.axes[0]).values())
+    assert all(line.get_linestyle() != "None" for line in lines(figures.accuracy_vs_sparsity(table).axes[0]).values())
+
+
+def test_a_bar_is_the_interval(table):
+    one = table[(table["config.pruning.sparsity"] == 0.3) & (table["criterion"] == "random")]
+    axes = figures.accuracy_vs_sparsity(one).axes[1]
+    (bar,) = [part for part in axes.collections if isinstance(part, LineCollection)]
+    interval = stats.t.interval(0.95, 2, one["test_accuracy"].mean(), stats.sem(one["test_accuracy"]))
+    np.testing.assert_allclose(bar.get_segments()[0][:, 1], interval)
 
 
 def test_missing_numbers_are_left_out_and_counted(table):
@@ -187,10 +214,11 @@ def test_scratch_is_drawn_where_it_trained_as_long_at_the_same_settings(table, r
             write_run(tmp_path / f"{name}-{seed}", whole, streams=False, test_accuracy=10.0)
     pruned = table.assign(**{"config.pruning.round_to": 1})
     figure = figures.accuracy_vs_sparsity(pd.concat([pruned, results.table(tmp_path)], ignore_index=True))
-    for axes in figure.axes:
-        assert lines(axes)["from scratch"].get_ydata().tolist() == [90.5, 80.5]
+    right_after, end = figure.axes
+    assert "from scratch" not in lines(right_after), "it was trained to the end, its neighbours were not yet"
+    assert lines(end)["from scratch"].get_ydata().tolist() == [90.5, 80.5]
     assert "networks of the same widths trained as many epochs from random weights, n = 2 a point" in text(figure)
-    assert "12 runs" in text(figure) and "from scratch" not in text(figures.accuracy_vs_sparsity(table)).lower()
+    assert "16 runs" in text(figure) and "from scratch" not in text(figures.accuracy_vs_sparsity(table)).lower()
 
 
 def test_a_published_table_draws_the_same_figure(table, tmp_path):
@@ -278,7 +306,7 @@ def build(noun: str, root: Path, table: pd.DataFrame):
         "trace": lambda: figures.trace_heatmap(run.traces(), run.events()),
         "survival": lambda: figures.survival(run.traces(), run.events()),
         "stability": lambda: figures.rank_stability(run.traces(), run.events()),
-        "by criterion": lambda: figures.widths_by_criterion(event_widths(run.events()).assign(criterion="l1", seed=0)),
+        "by criterion": lambda: figures.widths_by_criterion(table.assign(**{"config.pruning.scope": "global"}), "mine"),
         "curves": lambda: figures.training_curves(run.metrics(), run.events()),
     }[noun]()
 

@@ -17,10 +17,10 @@ ORDER = [  # each module may import tnvp modules of earlier rows, and of its own
     {"schema", "data", "checkpoint", "results", "run_figures", "trace_figures", "graph_figure", "trunk"}
     | {"continuation", "distributed"},
     {"config", "controls", "progress", "events", "journal", "latency", "stability"},
-    {"study_figures", "setting_figures", "stability_figure", "command_line"},
+    {"study_figures", "setting_figures", "stability_figure", "width_figures", "search_figure", "command_line"},
     {"figures", "setup"},
     {"summary"},
-    {"experiment"},
+    {"experiment", "declaration"},
     {"study"},
 ]
 MAY = {  # modules whose tnvp imports are fewer than their row allows
@@ -30,13 +30,18 @@ MAY = {  # modules whose tnvp imports are fewer than their row allows
         "results",
         "run_directory",
         "run_figures",
+        "search_figure",
         "setting_figures",
         "stability_figure",
         "study_figures",
         "trace_figures",
+        "width_figures",
     },
     "study_figures": {"controls", "figure_style", "results", "run_directory"},  # never W&B
     "setting_figures": {"figure_style", "results", "run_directory"},
+    "width_figures": {"controls", "figure_style", "results", "run_directory"},
+    "search_figure": {"figure_style", "run_directory"},
+    "declaration": {"figures"},
     "stability_figure": {"figure_style", "results", "run_directory"},
     "stability": {"files", "run_directory", "trace_figures"},
     "controls": {"results"},

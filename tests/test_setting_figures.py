@@ -60,3 +60,27 @@ def test_a_number_has_its_name_once(table):
     figure = figures.accuracy_by_setting(threshold.dropna(subset=["config.pruning.window"]), columns, "mine", "")
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["threshold 0.5, cumulative", "threshold 0.5, ema"]
+
+
+def test_settings_far_apart_at_both_moments_have_panels_of_their_own(table):
+    def titles(runs):
+        figure = figures.accuracy_by_setting(runs, ["pruning.name", "pruning.window"], "mine", "")
+        return [axes.get_title(loc="left") for axes in figure.axes[::2]]
+
+    pruned = table[(table["config.pruning.name"] != "none") & (table["config.pruning.sparsity"] == 0.6)]
+    other = pruned.assign(**{"config.pruning.name": "gradual"})
+    far = other.assign(
+        test_accuracy_pruned=other["test_accuracy_pruned"] - 50, test_accuracy=other["test_accuracy"] - 50
+    )
+    assert titles(pd.concat([pruned, other])) == ["60% of the neurons removed"]
+    assert titles(pd.concat([pruned, far])) == [
+        f"60% of the neurons removed, {kind}" for kind in ("gradual", "one shot")
+    ]
+    late = far.assign(test_accuracy=other["test_accuracy"])
+    assert titles(pd.concat([pruned, late])) == ["60% of the neurons removed"], "at the end they are compared"
+
+
+def test_the_title_names_data_and_network(table):
+    assert "MNIST, MLP 48-24 (study mine)" in text(
+        figures.accuracy_by_setting(table, ["pruning.window", "pruning.name"], "mine", "")
+    )

@@ -7,7 +7,7 @@ from scipy import stats
 
 from tests.test_figures import lines, text
 from tests.test_results import EVENT, WIDTHS, config, write_run
-from tnvp import figures, stability, trace_figures
+from tnvp import figures, results, stability, trace_figures
 from tnvp.run_directory import ResultsError, RunDirectory
 
 
@@ -26,6 +26,11 @@ def table(runs, tmp_path_factory) -> pd.DataFrame:
     path = tmp_path_factory.mktemp("table") / "stability.csv"
     assert stability.main([*map(str, runs), "--csv", str(path)]) == 0
     return stability.read(path)
+
+
+@pytest.fixture(scope="module")
+def study_table(runs) -> pd.DataFrame:
+    return results.table(runs[0].parent)
 
 
 def test_rows_are_those_of_each_runs_own_figure(runs, table):
@@ -48,8 +53,12 @@ def test_epochs_are_the_metrics_own(runs, table):
     np.testing.assert_allclose(mine[both], metrics[both].reindex(mine[both].index), atol=1e-4)
 
 
-def test_the_figure_shows_means_and_t_intervals_over_seeds(table):
-    figure = figures.stability_over_seeds(table, "mine", "make it")
+def test_the_figure_shows_means_and_t_intervals_over_seeds(table, study_table):
+    figure = figures.stability_over_seeds(table, study_table, "mine", "make it")
+    said = text(figure)
+    assert "MNIST, MLP 48-24 (study mine)" in said and "6 runs, mnist test data, commit 0123456, some CPU" in said
+    with pytest.raises(ResultsError, match=r"lacks 1 of the runs, such as 0\.25-0"):
+        figures.stability_over_seeds(table, study_table[1:], "mine", "")
     below = figure.axes[len(WIDTHS)]
     drawn = lines(below)
     assert list(drawn) == ["ema, 25% removed", "ema, 50% removed"] and "n = 3" in text(figure)
@@ -67,9 +76,9 @@ def test_the_figure_shows_means_and_t_intervals_over_seeds(table):
     np.testing.assert_allclose([edges.min(), edges.max()], np.clip([low, high], 0, 1))
 
 
-def test_kinds_of_pruning_are_not_mixed(table):
+def test_kinds_of_pruning_are_not_mixed(table, study_table):
     with pytest.raises(ResultsError, match="the table has gradual, one_shot"):
-        figures.stability_over_seeds(pd.concat([table, table.assign(pruning="gradual")]), "mine", "")
+        figures.stability_over_seeds(pd.concat([table, table.assign(pruning="gradual")]), study_table, "mine", "")
 
 
 def test_what_can_not_be_read_is_told(runs, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A study runs what is missing, goes on after a kill, publishes what it declared and draws the same figures again."""
 
+import functools
 import os
 import shutil
 import signal
@@ -20,11 +21,13 @@ from PIL import Image
 
 import run
 from tests.processes import heeding_signals
+from tests.test_results import config, write_run
 from tests.test_tracking import of_kind, read_records
 from tests.wandb_server import isolate
-from tnvp import command_line, results, study
+from tnvp import command_line, declaration, results, search_figure, study
 from tnvp.config import VERSION
 
+SOURCES = {"published": {"literature.csv", "compare.py"}}  # what people wrote and is read beside the results
 PUBLISHED = [name for name in study.study_names() if study.read(name).table_path.exists()]
 DRAWN_WITH = "3.11.2"  # matplotlib of the committed figures; pyproject.toml pins it for development
 SWEEP = {"base": ["experiment=digits"], "axes": {"seed": [0, 1], "pruning.criterion": ["variance", "random"]}}
@@ -111,7 +114,9 @@ def test_a_part_is_published_only_where_asked_and_said(tmp_path):
     mine, where = study.read("mine", tmp_path), [f"runs={tmp_path}/runs", "tracking=none", "progress=false"]
     with pytest.raises(study.StudyError, match="4 of 4 runs of mine are not finished"):
         study.publish(mine, where, partial=True)
-    one = mine._replace(sweeps=[study.Sweep(["experiment=digits"], {"seed": [0], "pruning.criterion": ["random"]})])
+    one = mine._replace(
+        sweeps=[declaration.Sweep(["experiment=digits"], {"seed": [0], "pruning.criterion": ["random"]})]
+    )
     assert study.run(one, where) == 0
     with pytest.raises(study.StudyError, match=r"3 of 4 runs[\s\S]*variance[\s\S]*--partial"):
         study.publish(mine, where)
@@ -156,7 +161,7 @@ def test_points_are_those_that_hydra_sweeps_over():
         "dataset.flip": [True],
     }
     axes |= {"name": [None, "a b", "it's"]}
-    sweep = study.Sweep(["experiment=digits"], axes)
+    sweep = declaration.Sweep(["experiment=digits"], axes)
     flags = Namespace(overrides=sweep.overrides(), multirun=True, experimental_rerun=None)
     with hydra.initialize_config_dir(str(run.CONF), version_base=VERSION):
         theirs = [run.resolve(hydra.compose("config", point)) for point in command_line.points(flags)]
@@ -188,6 +193,17 @@ def test_points_are_those_that_hydra_sweeps_over():
         ),
         ({"figures": {"../accuracy": "accuracy_vs_sparsity"}}, "the figure name '../accuracy'"),
         ({"figures": {1: "accuracy_vs_sparsity"}}, "the figure name 1 "),
+        ({"search": ["hydra/sweeper=optuna"]}, "needs the keys question, figures, search; it has"),
+        ({"tables": []}, "tables must be a dict"),
+        ({"tables": {"a/b.csv": {"command": "tnvp.latency"}}}, "a/b.csv: the name must be text"),
+        ({"tables": {"results.csv": {"command": "tnvp.latency"}}}, "and not results.csv"),
+        ({"tables": {"a.csv": "tnvp.latency"}}, "a.csv needs the keys command; it has 'tnvp.latency'"),
+        ({"tables": {"a.csv": {"command": "rm -r {out}"}}}, "a.csv: a command begins with a module"),
+        ({"tables": {"a.csv": {"command": "{folder}/../a.py"}}}, "a.csv: a command begins with a module"),
+        ({"tables": {"a.csv": {"command": "tnvp.latency {rnus}"}}}, "a.csv: {rnus} is none of {folder}, {out}, {runs}"),
+        ({"tables": {"a.csv": {"command": "tnvp.latency {runs}"}}}, "a.csv: {runs} in the command and the key runs"),
+        ({"tables": {"a.csv": {"command": "tnvp.latency", "runs": {}}}}, "a.csv: {runs} in the command and the key"),
+        ({"tables": {"a.csv": {"command": "tnvp.latency {runs}", "runs": {"seed": 0}}}}, "runs needs lists of values"),
     ],
 )
 def test_a_bad_declaration_is_named(changes, message, tmp_path):
@@ -248,21 +264,173 @@ def test_every_sweep_that_is_declared_can_be_run(name):
     declared = study.read(name)
     points = [tuple(sorted(point)) for sweep in declared.sweeps for point in sweep.points()]
     assert len(set(points)) == len(points)
+    if declared.search:
+        pytest.skip("its points are the sweeper's")
     lasts = [sweep._replace(axes={key: values[-1:] for key, values in sweep.axes.items()}) for sweep in declared.sweeps]
     assert len(study.runs_of(declared._replace(sweeps=lasts), [])) == len(lasts)
 
 
-@pytest.mark.skipif(matplotlib.__version__ != DRAWN_WITH, reason=f"the figures were drawn with matplotlib {DRAWN_WITH}")
+@pytest.fixture(scope="module")
+def redrawn(tmp_path_factory):
+    """Study → a folder with its published tables, and the files that `make figures` makes of these; drawn once for all tests."""
+
+    @functools.cache
+    def draw(name: str) -> tuple[Path, list[Path]]:
+        declared, folder = study.read(name), tmp_path_factory.mktemp("redrawn") / name
+        shutil.copytree(declared.folder, folder)
+        for path in folder.iterdir():
+            if path.suffix in (".png", ".pdf") or path.name in made_of_tables(declared):
+                path.unlink()
+        return folder, study.draw(declared._replace(folder=folder))
+
+    return draw
+
+
+def made_of_tables(declared: study.Study) -> set[str]:
+    return {name for name, table in declared.tables.items() if table.runs is None}
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_figures_are_what_their_tables_draw(name, tmp_path):
+def test_published_tables_draw_all_that_stands_beside_them(name, redrawn):
     declared = study.read(name)
-    copy = declared._replace(folder=tmp_path / name)
-    shutil.copytree(declared.folder, copy.folder)
-    drawn = [path for path in study.draw(copy) if path.suffix == ".png"]
+    folder, written = redrawn(name)
+    given = {path.name for path in folder.iterdir() if path.is_file()} - {path.name for path in written}
+    measured = {"results.csv", *(name for name, table in declared.tables.items() if table.runs is not None)}
+    assert given - SOURCES.get(name, set()) == {"README.md", "study.yaml"} | measured
+    assert {path.name for path in written} == {
+        path.name for path in declared.folder.iterdir() if path.is_file()
+    } - given
+    for path in written:
+        if path.name in made_of_tables(declared):
+            assert path.read_bytes() == (declared.folder / path.name).read_bytes()
+
+
+def test_no_figure_stands_elsewhere():
+    files = {path for path in study.EXPERIMENTS.rglob("*") if path.suffix in (".png", ".pdf", ".svg")}
+    assert {path.parent for path in files} <= {study.EXPERIMENTS / name for name in PUBLISHED}
+
+
+@pytest.mark.skipif(
+    matplotlib.__version__ != DRAWN_WITH,
+    reason=f"the figures were drawn with matplotlib {DRAWN_WITH}, here is {matplotlib.__version__}: pixels may differ",
+)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_figures_are_what_their_tables_draw(name, redrawn):
+    declared = study.read(name)
+    drawn = [path for path in redrawn(name)[1] if path.suffix == ".png"]
     assert bool(drawn) == bool(declared.figures)
     for path in drawn:
         with Image.open(path) as new, Image.open(declared.folder / path.name) as committed:
             np.testing.assert_array_equal(np.asarray(new), np.asarray(committed))
+
+
+def runs_of_three_studies(root: Path) -> None:
+    for seed in range(3):
+        for window in ("cumulative", "ema"):
+            whole = config(seed=seed, study="windows", pruning__window=window)
+            write_run(root / "windows" / f"{window}-{seed}", whole)
+        for sparsity in (0.25, 0.5):
+            write_run(root / "searched" / f"{sparsity}-{seed}", config(seed=seed, sparsity=sparsity, study="searched"))
+        write_run(root / "other" / f"{seed}", config(seed=seed, study="other"))
+
+
+def declare_two(folder: Path) -> None:
+    stability = {"command": "tnvp.stability {runs} --csv {out}/stability.csv", "runs": {"pruning.window": ["ema"]}}
+    counted = {"command": "{folder}/count.py {out}/results.csv {out}/counted.md"}
+    declare(
+        folder,
+        "windows",
+        figures={
+            "accuracy": "accuracy_by_setting pruning.window",
+            "stability": "rank_stability",
+            "training": "accuracy_vs_training pruning.window",
+        },
+        tables={"stability.csv": stability, "counted.md": counted},
+    )
+    script = "import sys\nlines = len(open(sys.argv[1]).readlines())\nopen(sys.argv[2], 'w').write(f'{lines}\\n')\n"
+    (folder / "windows" / "count.py").write_text(script)
+    search = {"question": "?", "figures": {"front": "accuracy_flops_front"}, "search": ["hydra/sweeper=optuna"]}
+    (folder / "searched").mkdir()
+    (folder / "searched" / "study.yaml").write_text(yaml.safe_dump(search))
+
+
+def test_ones_own_runs_draw_what_their_studies_declare(tmp_path, monkeypatch):
+    """Without any published table; what can't be drawn is told and leaves the rest."""
+    monkeypatch.setattr(study.figures, "draw", lambda root, out: [])  # tests of its own
+    runs_of_three_studies(tmp_path / "runs")
+    declare_two(tmp_path / "experiments")
+    with pytest.warns(UserWarning, match="windows: no training: .*runs with pruning=none"):
+        written = study.draw_runs(tmp_path / "runs", tmp_path / "out", tmp_path / "experiments")
+    names = {str(path.relative_to(tmp_path / "out")) for path in written}
+    drawn = {
+        f"{stem}.{kind}"
+        for stem in ("windows/accuracy", "windows/stability", "searched/front")
+        for kind in ("png", "pdf")
+    }
+    tables = {"windows/results.csv", "windows/stability.csv", "windows/counted.md", "searched/results.csv"}
+    assert names == drawn | tables and all(path.stat().st_size for path in written)
+    assert not list((tmp_path / "experiments").rglob("*.csv"))
+    out = tmp_path / "out" / "windows"
+    rows = pd.read_csv(out / "stability.csv")
+    assert set(rows["window"]) == {"ema"} and set(rows["run"]) == {f"ema-{seed}" for seed in range(3)}
+    assert len(results.published(out / "results.csv")) == 6 and (out / "counted.md").read_text() == "7\n"
+
+    shutil.rmtree(tmp_path / "runs" / "windows" / "ema-0")
+    for seed in range(1, 3):
+        shutil.rmtree(tmp_path / "runs" / "windows" / f"ema-{seed}")
+    with pytest.warns(UserWarning, match="windows has no finished run for stability.csv"):
+        study.draw_runs(tmp_path / "runs", tmp_path / "out", tmp_path / "experiments")
+    assert not (out / "stability.csv").exists(), "what stood there was of runs that are gone"
+
+
+def test_the_front_holds_what_nothing_beats():
+    accuracy, flops = pd.Series([90.0, 95.0, 94.0, 95.0, 80.0]), pd.Series([10, 20, 30, 20, 5])
+    assert search_figure.on_front(accuracy, flops) == [True, True, False, True, True]
+    table = pd.DataFrame({"validation_accuracy": accuracy, "flops": flops, "test_accuracy": accuracy - 1})
+    table = table.assign(criterion="variance", seed=0, commit="0123456789", hardware="some CPU")
+    figure = search_figure.accuracy_flops_front(table.assign(**{"config.dataset.name": "digits"}), "mine", "make it")
+    front = next(line for line in figure.axes[0].lines if line.get_drawstyle() == "steps-post")
+    assert list(front.get_xdata()) == [5, 10, 20, 20]
+    with pytest.raises(results.ResultsError, match="validation_accuracy"):
+        search_figure.accuracy_flops_front(table.drop(columns="validation_accuracy"), "mine", "make it")
+
+
+def test_a_search_is_one_sweep_and_its_finished_runs_are_published(tmp_path, monkeypatch):
+    declare_two(tmp_path / "experiments")
+    mine, started = study.read("searched", tmp_path / "experiments"), []
+    monkeypatch.setattr(study, "attended", lambda command: started.append(command) or 0)
+    where = [f"runs={tmp_path}/runs"]
+    assert study.run(mine, where) == 0
+    assert started[0][2:] == ["-m", "hydra/sweeper=optuna", "study=searched", *where]
+    with pytest.raises(study.StudyError, match="searched has no finished run of the search"):
+        study.publish(mine, where)
+    runs_of_three_studies(tmp_path / "runs")
+    assert [path.name for path in study.publish(mine, where)] == ["results.csv", "front.png", "front.pdf"]
+    table = results.published(mine.table_path)
+    assert len(table) == 6 and table["validation_accuracy"].between(0, 100).all() and table["on_front"].any()
+
+
+def test_a_table_that_can_not_be_written_is_told(tmp_path):
+    declare_two(tmp_path)
+    mine = study.read("windows", tmp_path)
+    table = pd.DataFrame({"run": ["windows/ema-0"], "config.pruning.window": ["ema"]})
+    with pytest.raises(
+        study.StudyError, match=r"stability.csv can't be written with tnvp.stability .*: error: .*ema-0"
+    ):
+        study.measure(mine, table, tmp_path / "runs", mine.folder)
+    with pytest.raises(study.StudyError, match=r"windows has no finished run for stability.csv: .*ema"):
+        study.measure(mine, table.assign(**{"config.pruning.window": "cumulative"}), tmp_path / "runs", mine.folder)
+    (tmp_path / "windows" / "count.py").write_text("")
+    with pytest.raises(study.StudyError, match=r"counted.md can't be written with .*: it wrote no such file"):
+        study.draw(mine._replace(figures={}))
+
+
+@pytest.mark.parametrize("name", ["accuracy_vs_sparsity_cifar10", "tutorial_demo"])
+def test_the_originals_of_cifar10_may_take_the_place_of_jpeg_files(name):
+    declared = study.read(name)
+    firsts = [sweep._replace(axes={key: values[:1] for key, values in sweep.axes.items()}) for sweep in declared.sweeps]
+    runs = study.runs_of(declared._replace(sweeps=firsts), ["dataset=cifar10"])
+    assert all(run.path.name.startswith("cifar10-") for run in runs)
 
 
 def test_another_table_is_no_published_one(tmp_path):

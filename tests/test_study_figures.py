@@ -1,16 +1,21 @@
 """Cost and differences: what is drawn is what the table says; controls are those that agree."""
 
+import itertools
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.lines import Line2D
 from scipy import stats
 
 from tests.test_figures import lines, text
 from tests.test_results import config, write_run, write_tree
 from tnvp import controls, figures, results
+from tnvp.figure_style import COMPENSATIONS, in_words, subject
 from tnvp.results import ResultsError
+
+MOMENTS_AND_COSTS = list(itertools.product(["test_accuracy_pruned", "test_accuracy"], ["parameters", "flops"]))
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +25,13 @@ def table(tmp_path_factory) -> pd.DataFrame:
 
 
 def test_costs_are_means_over_seeds_and_fall_to_the_right(table):
-    parameters, flops = figures.accuracy_vs_cost(table).axes
-    for axes, column in ((parameters, "parameters"), (flops, "flops")):
+    figure = figures.accuracy_vs_cost(table)
+    parameters, flops = figure.axes[:2]
+    panels = [(axes, cost, when) for axes, (when, cost) in zip(figure.axes, MOMENTS_AND_COSTS, strict=True)]
+    for axes, column, when in panels:
         groups = table[table["criterion"] == "l2"].groupby("config.pruning.sparsity")
         x, y = lines(axes)["l2"].get_data()
-        by_hand = pd.DataFrame({"x": groups[column].mean(), "y": groups["test_accuracy"].mean()}).sort_values("x")
+        by_hand = pd.DataFrame({"x": groups[column].mean(), "y": groups[when].mean()}).sort_values("x")
         np.testing.assert_allclose(np.c_[x, y], by_hand.to_numpy(float))
         left, right = axes.get_xlim()
         assert left > right and axes.get_xscale() == "log"
@@ -38,17 +45,22 @@ def test_images_of_a_folder_are_named_after_it(table):
     ours = table.assign(**{"config.dataset.name": "image_folder", "config.dataset.folder": "birds"})
     ((title, figure),) = figures.of_table(ours, "accuracy_vs_cost", "").items()
     assert title.startswith("image_folder, ") and "image_folder" not in (said := text(figure))
-    assert "cost: birds, " in said and "birds test data" in said
+    assert "cost: birds, MLP" in said and "birds test data" in said
 
 
 def test_a_cost_that_no_run_has_is_not_drawn(table):
-    assert len(figures.accuracy_vs_cost(table.assign(flops=pd.array([None] * len(table), "Int64"))).axes) == 1
+    assert len(figures.accuracy_vs_cost(table.assign(flops=pd.array([None] * len(table), "Int64"))).axes) == 2
+    late = figures.accuracy_vs_cost(table.assign(test_accuracy_pruned=math.nan))
+    assert [axes.get_ylabel() for axes in late.axes] == ["Test accuracy (%):\nat the end, after fine-tuning", ""]
+
+
+HOW = {"n": 70, "threads": 2, "hardware": "a clock", "pruned_iqr_ms": 0.25, "dense_iqr_ms": 0.5}
 
 
 def test_latency_is_drawn_where_it_was_measured(table, tmp_path):
     names = table["run"].str.split("/").str[-1]
     rows = [
-        {"run": name, "device": device, "batch": batch, "dense_ms": 9.0 * scale, "pruned_ms": (1 + i) * scale}
+        {"run": name, "device": device, "batch": batch, "dense_ms": 9.0 * scale, "pruned_ms": (1 + i) * scale} | HOW
         for i, name in enumerate(names)
         for device, scale in (("cpu", 1), ("cuda", 50))
         for batch in (1, 256)
@@ -62,7 +74,15 @@ def test_latency_is_drawn_where_it_was_measured(table, tmp_path):
     assert (shared.loc[alike, "latency_1"].dropna() == 1).all() and shared.loc[alike, "latency_1"].notna().all()
     assert shared.loc[~alike, "latency_1"].isna().all() and 0 < alike.sum() < len(table)
     figure = figures.accuracy_vs_cost(timed)
-    assert [axes.get_xlabel().split(",")[0] for axes in figure.axes[2:]] == ["Latency (ms)"] * 2
+    assert [axes.get_xlabel().split(",")[0] for axes in figure.axes[6:]] == ["Latency (ms)"] * 2
+    said = text(figure)
+    assert (
+        "median of 70 passes, 2 threads, a clock" in said and "seed 0, 1, 2;" in said and "interquartile range" in said
+    )
+    bars = [part.get_segments()[0][:, 0] for part in figure.axes[6].collections if part.get_label() == "quartiles"]
+    assert len(bars) == len(timed) + 1, "each network that was timed, and the unpruned one"
+    np.testing.assert_allclose(bars[0], [0.875, 1.125])
+    np.testing.assert_allclose(bars[-1], [8.75, 9.25])
     assert "latency.csv" in text(figure) and "latency.csv" not in text(figures.accuracy_vs_cost(table))
     pd.DataFrame({"run": [1]}).to_csv(tmp_path / "latency.csv")
     with pytest.raises(ResultsError, match=r"latency.csv lack the columns"):
@@ -147,3 +167,44 @@ def test_settings_that_differ_beside_the_compensation_have_a_figure_each(table):
     both = pd.concat(parts, ignore_index=True).assign(run=lambda rows: rows.index.astype(str))
     drawn = figures.of_table(both, "accuracy_by_compensation", "make figures")
     assert len(drawn) == 2 and all("finetune_epochs" in title for title in drawn)
+
+
+def test_compensations_have_fixed_dashes_and_both_moments(table):
+    parts = {how: table.assign(**{"config.pruning.compensation": how}) for how in COMPENSATIONS}
+    both = figures.accuracy_by_compensation(pd.concat(parts.values(), ignore_index=True))
+    two = figures.accuracy_by_compensation(pd.concat([parts["mean"], parts["affine"]], ignore_index=True))
+    for figure in (both, two):
+        for axes, column in zip(figure.axes, ["test_accuracy_pruned", "test_accuracy"], strict=True):
+            for name, line in lines(axes).items():
+                criterion, how = name.split(" + ")
+                dash = COMPENSATIONS[how]
+                assert line._dash_pattern == Line2D([], [], linestyle=dash, linewidth=1)._dash_pattern, name
+                means = table[table["criterion"] == criterion].groupby("config.pruning.sparsity")[column].mean()
+                np.testing.assert_allclose(line.get_ydata(), means)
+    assert [name.split(" + ")[1] for name in lines(both.axes[0])][::3] == list(COMPENSATIONS)
+
+
+def test_nothing_trained_after_pruning_is_one_panel(table):
+    cut = table.assign(test_accuracy=table["test_accuracy_pruned"])
+    figure = figures.accuracy_by_compensation(cut)
+    assert [axes.get_title() for axes in figure.axes] == ["Right after pruning, which is the end"]
+
+
+def test_captions_count_and_name_all_that_is_drawn(table, tmp_path):
+    control = {"name": "scratch", "sparsity": 0.3, "dense_epochs": 5, "finetune_epochs": 5}
+    for seed in range(2):
+        whole = {**config(seed=seed), "pruning": control}
+        write_run(tmp_path / f"{seed}", whole, streams=False, commit="fedcba9876", hardware="another CPU")
+    both = pd.concat([table, results.table(tmp_path)], ignore_index=True)
+    for draw in (figures.accuracy_vs_sparsity, figures.accuracy_vs_cost, figures.accuracy_by_compensation):
+        said = text(draw(both))
+        assert "20 runs" in said and "commit 0123456, fedcba9" in said and "another CPU, some CPU" in said, draw
+    assert "18 runs" in text(figures.accuracy_vs_sparsity(table))
+
+
+def test_titles_are_words(table):
+    setting = "mnist, mlp, one_shot, compensation mean, model.widths=[48, 24], pruning.round_to=8"
+    assert in_words(table, setting) == "MNIST, MLP 48-24: one shot, mean compensation, widths [48, 24], round to 8"
+    assert subject(table.assign(**{"config.model.name": "lenet_300_100"})) == "MNIST, LeNet-300-100"
+    mixed = pd.concat([table, table.assign(**{"config.dataset.name": "digits", "config.model.widths": "[9]"})])
+    assert subject(mixed) == "MNIST, MLP 48-24; digits (8×8 pixels), MLP 9"

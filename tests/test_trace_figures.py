@@ -11,7 +11,6 @@ from tests.test_figures import lines, text
 from tests.test_results import EVENT, STEPS, WIDTHS, config, prune_event, traces
 from tnvp import figures, trace_figures
 from tnvp.results import ResultsError
-from tnvp.run_figures import event_widths
 
 
 def windows(ends, per_step=4, neurons=3, seed=0) -> tuple[pd.DataFrame, np.ndarray]:
@@ -58,20 +57,41 @@ def run() -> tuple[pd.DataFrame, list[dict]]:
     return traces(event), [event, later]
 
 
-def test_survival_steps_down_by_what_was_removed(run):
+def test_survival_shows_each_neuron_until_its_death(run):
     trace, events = run
     figure = figures.survival(trace, events)
-    alive = lines(figure.axes[0])
-    assert list(alive) == list(WIDTHS)
-    assert alive["fc1"].get_xydata().tolist() == [[0, 100], [EVENT, 75], [EVENT + 500, 62.5], [STEPS, 62.5]]
-    assert alive["fc2"].get_xydata().tolist() == [[0, 100], [EVENT, 75], [STEPS, 75]]
-    panel = lines(figure.axes[1])
-    dead = {*events[0]["groups"][0]["removed"], *events[1]["groups"][0]["removed"]}
-    rows = trace[(trace["group"] == "fc1") & trace["neuron"].isin(dead)]
-    x, y = panel["removed"].get_data()
-    np.testing.assert_allclose(y[x == 100], rows[rows["step"] == 100]["variance"].median())
-    assert max(x) == EVENT + 500, "the removed are drawn as long as they lived"
-    assert max(panel["stayed"].get_xdata()) == STEPS
+    first, later = (set(event["groups"][0]["removed"]) for event in events)
+    left, right = figure.axes[:2]
+    edge = lines(left)["alive"].get_xydata().tolist()
+    assert edge == [[0, 48], [EVENT, 36], [EVENT + 500, 30], [STEPS, 30]]
+    cells = left.collections[0].get_array()
+    wide = trace[trace["group"] == "fc1"].pivot(index="neuron", columns="step", values="variance")
+    assert cells.shape == wide.shape
+    lived = (~np.ma.getmaskarray(cells)).sum(1)
+    windows = {EVENT: EVENT // 100, EVENT + 500: (EVENT + 500) // 100, None: STEPS // 100}
+    assert lived.tolist() == [windows[None]] * 30 + [windows[EVENT + 500]] * 6 + [windows[EVENT]] * 12
+    rows = {tuple(row.compressed()) for row in cells}
+    until = {**dict.fromkeys(later, EVENT + 500), **dict.fromkeys(first, EVENT)}
+    theirs = {tuple(wide.loc[neuron].loc[: until.get(neuron, STEPS)].dropna()) for neuron in wide.index}
+    assert rows == theirs, "a row is one neuron's own trace"
+    dots = {tuple(dot) for dot in right.lines[0].get_xydata().astype(int)}
+    assert dots == {(EVENT, neuron) for neuron in first} | {(EVENT + 500, neuron) for neuron in later}
+    assert left.get_title() == "fc1: 48 to 30 neurons"
+
+
+def test_survival_has_a_row_of_panels_a_group_however_many():
+    frames, groups = [], []
+    for index in range(7):
+        frames += [
+            pd.DataFrame(
+                {"step": [5, 9], "group": f"g{index}", "neuron": 0, "mean": 0.0, "variance": [1.0, 2.0], "count": 9}
+            )
+        ]
+        groups += [{"name": f"g{index}", "removed": [1], "kept": [0]}]  # neuron 1 went before its first window
+    figure = figures.survival(pd.concat(frames, ignore_index=True), [{"step": 4, "groups": groups}])
+    shown = [axes.get_title() for axes in figure.axes if axes.get_visible() and axes.get_title()]
+    assert sorted(shown) == [f"g{index}: 2 to 1 neurons" for index in range(7)]
+    figure.draw_without_rendering()
 
 
 def test_stability_is_scipys_spearman_and_the_share_found(run):
@@ -110,20 +130,3 @@ def test_what_can_not_be_drawn_is_told(function, run):
         function(trace, [])
     with pytest.raises(ResultsError, match="no window before the first event, at step 50"):
         figures.rank_stability(trace, [{**events[0], "step": 50}])
-
-
-def test_widths_by_criterion_are_the_means_of_what_events_left(run):
-    _, events = run
-    last = [*events[:1], {**events[1], "groups": [{**events[1]["groups"][0], "width_after": 30}]}]
-    one = event_widths(last)
-    assert one.values.tolist() == [["fc1", 48, 30], ["fc2", 24, 18]]
-    other = one.assign(after=[20, 24])
-    widths = pd.concat(
-        [one.assign(criterion="l2", seed=0), other.assign(criterion="l2", seed=1), one.assign(criterion="apoz", seed=0)]
-    )
-    figure = figures.widths_by_criterion(widths)
-    drawn = lines(figure.axes[0])
-    assert list(drawn) == ["l2", "apoz"] and "n = 1 to 2" in text(figure)
-    np.testing.assert_allclose(drawn["l2"].get_ydata(), [100 * 25 / 48, 100 * 21 / 24])
-    with pytest.raises(ResultsError, match="scope=global"):
-        figures.widths_by_criterion(widths[:0])

@@ -45,11 +45,11 @@ def epochs(table: pd.DataFrame) -> pd.Series:
     return total.fillna(dense + finetune)
 
 
-def dense_accuracy(table: pd.DataFrame, pruned: pd.DataFrame) -> tuple[results.Interval, str]:
-    """Accuracy to compare with, and what it is: the trunk's, or of runs trained as long without pruning."""
+def dense_accuracy(table: pd.DataFrame, pruned: pd.DataFrame) -> tuple[results.Interval, str, pd.DataFrame]:
+    """Accuracy to compare with, what it is - the trunk's, or of runs trained as long without pruning - and these runs, if any."""
     if "config.pruning.dense_epochs" in pruned and pruned["config.pruning.dense_epochs"].notna().all():
-        return results.interval(pruned, "test_accuracy_dense"), "the trained network before pruning"
+        return results.interval(pruned, "test_accuracy_dense"), "the trained network before pruning", table[:0]
     rows = alike(table[table["config.pruning.name"] == "none"], pruned)
     if len(rows):
-        return results.interval(rows, "test_accuracy"), "trained as long without pruning"
-    return results.interval(pruned, "test_accuracy_dense"), "before the first prune event"
+        return results.interval(rows, "test_accuracy"), "trained as long without pruning", rows
+    return results.interval(pruned, "test_accuracy_dense"), "before the first prune event", table[:0]

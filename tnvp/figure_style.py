@@ -4,6 +4,8 @@ Okabe and Ito's palette for the colour-blind, marker and dash for grey print.
 """
 
 import functools
+import json
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -53,10 +55,37 @@ CRITERIA = {  # name: colour, marker, dash (points on, off)
     "l2": ("#CC79A7", "P", (0, (4, 1.2, 1, 1.2, 1, 1.2))),
     "bn_scale": ("#F0E442", "X", (0, (7, 1.2))),
     "taylor": ("#000000", "<", (0, (1.2, 1.2))),
-    "apoz": ("#666666", ">", (0, (3, 3))),
-    "random": ("#999999", "x", (0, (1, 2.5))),
+    "apoz": ("#882255", ">", (0, (3, 3))),
+    "random": ("#999999", "x", (0, (1, 2.5))),  # grey: what others are compared with, as are the controls
 }
-SCRATCH = ("0.35", "h", (0, (3, 1.5)))  # the control of the same widths, trained from random weights
+SCRATCH = (
+    "0.25",
+    "h",
+    (0, (12, 2, 2, 2)),
+)  # the control of the same widths, trained from random weights; its markers are hollow
+COMPENSATIONS = {  # name: dash
+    "none": (0, (1.5, 1.2)),
+    "act_of_mean": (0, (6, 1.5, 1, 1.5)),
+    "mean": (0, (5, 1.5)),
+    "affine": "-",
+}
+DATASETS = {  # name in the config: name in a title
+    "mnist": "MNIST",
+    "fashion_mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "digits": "digits (8×8 pixels)",
+    "cifar10-jpeg": "CIFAR-10",  # the folder that the studies read
+}
+NETWORKS = {
+    "mlp": "MLP",
+    "lenet_300_100": "LeNet-300-100",
+    "lenet_5": "LeNet-5",
+    "tutorial_cnn": "tutorial CNN",
+    "resnet20": "ResNet-20",
+    "vgg11_bn": "VGG-11 with batch norm",
+    "vit_tiny": "tiny vision transformer",
+}
 UNKNOWN = ("#444444", "*", "-")  # a criterion not in the list above: its label still names it
 OTHER = matplotlib.colormaps["viridis"]  # for what is no criterion: variances, groups, validation curves
 DASHES = ["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1, 1.5))]
@@ -172,8 +201,39 @@ def data_name(runs: pd.DataFrame) -> str:
     return str(folders[0]) if name == "image_folder" and len(folders) == 1 else name
 
 
+def subject(runs: pd.DataFrame) -> str:
+    """Data set and network of these runs as a title has them: "MNIST, LeNet-300-100"."""
+    keys = ["config.dataset.name", "config.model.name"]
+    return "; ".join(_subject(rows) for _, rows in runs.groupby(keys, sort=False))
+
+
+def _subject(runs: pd.DataFrame) -> str:
+    def only(column: str) -> str | None:
+        values = runs[column].dropna().unique() if column in runs else []
+        return values[0] if len(values) == 1 else None
+
+    data, name = data_name(runs), runs["config.model.name"].iloc[0]
+    data = DATASETS.get(data, data)
+    if runs["config.dataset.name"].iloc[0] == "image_folder" and (size := only("config.dataset.image_size")):
+        data = f"{data} ({size:g}×{size:g} pixels)"
+    network = NETWORKS.get(name, name.replace("_", " "))
+    widths = only("config.model.widths") if name == "mlp" else None
+    return f"{data}, {network}" + (f" {'-'.join(map(str, json.loads(widths)))}" if widths else "")
+
+
+def in_words(runs: pd.DataFrame, setting: str) -> str:
+    """A setting, named as `results.by_setting` does, as a title has it: "MNIST, LeNet-5: one shot, affine compensation, scope layer"."""
+    known = runs.iloc[0]
+    compensation = known.get("config.pruning.compensation")
+    how = [known["config.pruning.name"].replace("_", " ")]
+    how += [f"{compensation} compensation"] if f"compensation {compensation}" in setting.split(", ") else []
+    for other in re.findall(r"(?:^|, )([\w.]+)=(.*?)(?=, [\w.]+=|$)", setting):
+        how.append(f"{other[0].rsplit('.', 1)[-1]} {other[1]}")
+    return f"{subject(runs)}: {', '.join(word.replace('_', ' ') for word in how)}"
+
+
 def provenance(runs: pd.DataFrame, command: str) -> str:
-    """The end of a caption: how many runs, of which data, code and machine, and how to have them again."""
+    """The end of a caption: how many runs are drawn, of which data, code and machine, and how to have them again."""
     commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
     hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
     return (

@@ -18,16 +18,18 @@ from matplotlib.figure import Figure
 
 from tnvp import results
 from tnvp.controls import CONTROLS
-from tnvp.figure_style import CRITERIA, data_name, order, save
+from tnvp.figure_style import CRITERIA, in_words, order, save
 from tnvp.run_directory import ResultsError, RunDirectory
-from tnvp.run_figures import event_widths, training_curves, widths_by_criterion, widths_over_time
+from tnvp.run_figures import training_curves, widths_over_time
+from tnvp.search_figure import accuracy_flops_front
 from tnvp.setting_figures import accuracy_by_setting, accuracy_vs_training
 from tnvp.stability_figure import stability_over_seeds
 from tnvp.study_figures import accuracy_by_compensation, accuracy_vs_cost, accuracy_vs_sparsity, paired_differences
 from tnvp.trace_figures import rank_stability, survival, trace_heatmap
+from tnvp.width_figures import widths_by_criterion, with_widths
 
 __all__ = [
-    "BY_SETTING", "CRITERIA", "KINDS", "OF_STABILITY", "OF_TABLES", "accuracy_by_compensation", "accuracy_by_setting",
+    "BY_SETTING", "CRITERIA", "KINDS", "OF_SEARCH", "OF_STABILITY", "OF_TABLES", "accuracy_by_compensation", "accuracy_by_setting",
     "accuracy_vs_cost", "accuracy_vs_sparsity", "accuracy_vs_training", "draw", "of_table", "paired_differences",
     "rank_stability", "save", "stability_over_seeds", "survival", "trace_heatmap", "training_curves",
     "widths_by_criterion", "widths_over_time",
@@ -37,15 +39,21 @@ OF_TABLES = {  # what can be drawn of a table alone; a study names them
     "accuracy_by_compensation": accuracy_by_compensation,
     "accuracy_vs_cost": accuracy_vs_cost,
     "paired_differences": paired_differences,
+    "widths_by_criterion": widths_by_criterion,
 }
 BY_SETTING = {  # what is drawn of a table whose settings some of its columns name; a study names both
     "accuracy_by_setting": accuracy_by_setting,
     "accuracy_vs_training": accuracy_vs_training,
 }
 OF_STABILITY = {"rank_stability": stability_over_seeds}  # what is drawn of a stability.csv
-KINDS = [*OF_TABLES, *BY_SETTING, *OF_STABILITY]
-FILES = ["accuracy", "compensation", "cost", "differences"]  # how `draw` names their files
-NEEDS = {"accuracy_by_compensation": "several compensations", "paired_differences": "several criteria"}
+OF_SEARCH = {"accuracy_flops_front": accuracy_flops_front}  # what is drawn of the table of a search
+KINDS = [*OF_TABLES, *BY_SETTING, *OF_STABILITY, *OF_SEARCH]
+FILES = ["accuracy", "compensation", "cost", "differences", "widths-by-criterion"]  # how `draw` names their files
+NEEDS = {
+    "accuracy_by_compensation": "several compensations",
+    "paired_differences": "several criteria",
+    "widths_by_criterion": "several criteria with pruning.scope=global, and the column widths",
+}
 OF_RUNS = {  # what is drawn of the trace and events of one run
     "trace": (trace_heatmap, "Variance of each neuron"),
     "survival": (survival, "Survival of neurons"),
@@ -61,8 +69,7 @@ def of_table(table: pd.DataFrame, name: str, command: str) -> dict[str, Figure]:
         raise ResultsError(f"the table has no runs for {name}" + f" ({NEEDS[name]})" * (name in NEEDS))
     drawn = {}
     for title, rows in parts.items():
-        said = data_name(rows) + title.removeprefix(rows["config.dataset.name"].iloc[0])
-        drawn[title] = OF_TABLES[name](pd.concat([rows, table[controls]]), said, command)
+        drawn[title] = OF_TABLES[name](pd.concat([rows, table[controls]]), in_words(rows, title), command)
     return drawn
 
 
@@ -70,17 +77,17 @@ def _parts(pruned: pd.DataFrame, name: str) -> dict[str, pd.DataFrame]:
     """Title → the rows of each figure called ``name``."""
     if name == "accuracy_by_compensation":
         return dict(_by_compensation(pruned))
-    parts = results.by_setting(pruned)
-    several = name == "paired_differences"
+    pruned = with_widths(pruned) if name == "widths_by_criterion" else pruned
+    parts = results.by_setting(pruned) if len(pruned) else {}
+    several = name in ("paired_differences", "widths_by_criterion")
     return {title: rows for title, rows in parts.items() if not several or rows["criterion"].nunique() > 1}
 
 
 def draw(root: str | Path, out: str | Path) -> list[Path]:
     """Every figure of the runs under `root`, written to the folder `out`; returns the files' paths.
 
-    Those of tables for each setting; widths by criterion for each that prunes all groups together. For each data set,
-    model, kind of pruning and criterion the trace of one run, and for the first of these criteria all else that one run shows.
-    Raises ResultsError for bad runs.
+    Those of tables for each setting. For each data set, model, kind of pruning and criterion the trace of one run, and for the
+    first of these criteria all else that one run shows. Raises ResultsError for bad runs.
     """
     table, out = results.table(root), Path(out)
     command, pruned = f"python -m tnvp.figures {root} --out {out}", table[~table["config.pruning.name"].isin(CONTROLS)]
@@ -89,8 +96,6 @@ def draw(root: str | Path, out: str | Path) -> list[Path]:
         if len(pruned) and _parts(pruned, name):
             for title, figure in of_table(table, name, command).items():
                 written += save(figure, out / slug(f"{stem}-{title}"))
-    for title, figure in _by_criterion(Path(root), pruned, command):
-        written += save(figure, out / slug(f"widths-by-criterion-{title}"))
     seen = set()
     for name, row in _representatives(table):
         kind = tuple(row[results.BASE[:3]])
@@ -112,26 +117,6 @@ def _by_compensation(pruned: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]
         rows = pruned.loc[part.index]
         if rows[column].nunique() > 1:
             yield title, rows
-
-
-def _by_criterion(root: Path, pruned: pd.DataFrame, command: str) -> Iterator[tuple[str, Figure]]:
-    """Title, widths by criterion of each setting with scope=global, at its middle requested sparsity."""
-    scope = pruned.get("config.pruning.scope", pd.Series(index=pruned.index, dtype=object))
-    chosen = pruned[(scope == "global").fillna(False)]
-    for title, rows in results.by_setting(chosen).items() if len(chosen) else ():
-        asked = results.requested(rows)
-        middle = asked.sort_values().iloc[(len(asked) - 1) // 2]
-        parts = []
-        for _, row in rows[asked == middle].iterrows():
-            try:
-                widths = event_widths(RunDirectory.open(root / row["run"]).events())
-            except ResultsError as error:
-                warnings.warn(f"the run {row['run']} is left out of the widths: {error}", stacklevel=2)
-            else:
-                parts.append(widths.assign(criterion=row["criterion"], seed=row["seed"]))
-        if any(map(len, parts)):
-            caption = f"After the last event, {middle:g} requested, scope=global. Reproduce: {command}"
-            yield title, widths_by_criterion(pd.concat(parts), f"Widths by criterion: {title}", caption)
 
 
 def _representatives(table: pd.DataFrame) -> list[tuple[str, pd.Series]]:

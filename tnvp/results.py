@@ -128,18 +128,30 @@ def published(path: Path) -> pd.DataFrame:
 
 
 def with_latency(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """The table with what `tnvp.latency` wrote to ``path`` of its runs on the CPU: columns latency_<batch> and latency_<batch>_dense.
+    """The table with what `tnvp.latency` wrote to ``path`` of its runs on the CPU.
 
-    Runs are known by the last part of their path. A run that was not timed gets the mean of those of its data set and network
-    that have its widths: latency depends on nothing else. Raises ResultsError for a table without those columns.
+    Columns latency_<batch> and latency_<batch>_dense, where they are known each with its interquartile range, <column>_iqr, and
+    latency_how: passes, threads and machine, of a run that was timed itself. Runs are known by the last part of their path. Another
+    run gets the mean of those of its data set and network that have its widths: latency depends on nothing else. Raises
+    ResultsError for a table without those columns.
     """
     times = pd.read_csv(path)
     require_columns(times, ["run", "device", "batch", "dense_ms", "pruned_ms"], f"rows of {path}")
-    wide = times[times["device"] == "cpu"].pivot_table(index="run", columns="batch", values=["pruned_ms", "dense_ms"])
-    wide.columns = [f"latency_{batch}" + "_dense" * (kind == "dense_ms") for kind, batch in wide.columns]
-    table = table.join(wide, on=table["run"].str.rsplit("/", n=1).str[-1].rename("name"))
+    times = times[times["device"] == "cpu"]
+    kinds = {"pruned_ms": "", "dense_ms": "_dense", "pruned_iqr_ms": "_iqr", "dense_iqr_ms": "_dense_iqr"}
+    wide = times.pivot_table(index="run", columns="batch", values=[name for name in kinds if name in times])
+    wide.columns = [f"latency_{batch}{kinds[kind]}" for kind, batch in wide.columns]
+    names = table["run"].str.rsplit("/", n=1).str[-1].rename("name")
+    table = table.join(wide, on=names)
     like = table.groupby(["config.dataset.name", "config.model.name", "widths"])[list(wide)].transform("mean")
-    return table.assign(**{name: table[name].fillna(like[name]) for name in wide})
+    table = table.assign(**{name: table[name].fillna(like[name]) for name in wide})
+    if {"n", "threads", "hardware"} <= set(times):
+        how = [
+            f"{n} passes, {t} thread{'s' * (t != 1)}, {where}"
+            for n, t, where in times[["n", "threads", "hardware"]].values
+        ]
+        table = table.assign(latency_how=names.map(dict(zip(times["run"], how, strict=True))))
+    return table
 
 
 def _runs(root: Path) -> Iterator[RunDirectory]:

@@ -1,4 +1,4 @@
-"""Figures of runs from their events and metrics: widths over time and by criterion, training curves."""
+"""Figures of runs from their events and metrics: widths over time, training curves."""
 
 import matplotlib
 import numpy as np
@@ -8,17 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from tnvp.figure_style import (
-    CRITERIA,
     DASHES,
     OTHER,
     STYLE,
-    UNKNOWN,
     group_styles,
     label_ends,
     log_ticks,
     new_figure,
-    order,
-    outline,
     plain_number,
 )
 from tnvp.run_directory import ResultsError
@@ -64,58 +60,6 @@ def _widths(metrics: pd.DataFrame, events: list[dict], last: int) -> dict[str, t
         lines.setdefault(column.removeprefix("widths/"), list(zip(rows["step"], rows[column], strict=True)))
     lines = {name: [*line, (last, line[-1][1])] for name, line in lines.items() if line}
     return {name: tuple(np.array(line, float).T) for name, line in lines.items()}
-
-
-def widths_by_criterion(widths: pd.DataFrame, title: str = "Widths by criterion", caption: str = "") -> Figure:
-    """Share of each group's neurons that stays at the same requested sparsity, one line a criterion.
-
-    widths: rows of `event_widths` with columns criterion and seed: of runs that share all else, with a budget for all groups
-    together (scope=global). Lines: means over seeds; dots: single runs. Raises ResultsError for an empty table.
-    """
-    if not len(widths):
-        raise ResultsError("no widths to draw: there is no prune event of a run with pruning.scope=global")
-    sizes = widths.groupby("group", sort=False)["before"].max()
-    widths = widths.assign(
-        left=100 * widths["after"] / widths["before"], place=widths["group"].map(list(sizes.index).index)
-    )
-    seeds = widths.groupby("criterion")["seed"].nunique()
-    n = " to ".join(map(str, sorted({seeds.min(), seeds.max()})))
-    caption = f"Lines: mean over seeds, n = {n}. Faint dots: single runs. {caption}"
-    ends = []
-    with matplotlib.rc_context(STYLE):
-        figure = new_figure(max(5.5, 2.5 + 0.45 * len(sizes)), 3.8, title, caption)
-        axes = figure.subplots()
-        for criterion in sorted(widths["criterion"].unique(), key=order):
-            colour, marker, dash = CRITERIA.get(criterion, UNKNOWN)
-            mine = widths[widths["criterion"] == criterion]
-            line = mine.groupby("place")["left"].mean()
-            axes.scatter(mine["place"], mine["left"], s=7, color=colour, alpha=0.35, linewidths=0)
-            axes.plot(
-                line.index,
-                line,
-                color=colour,
-                marker=marker,
-                linestyle=dash,
-                label=criterion,
-                path_effects=outline(criterion),
-            )
-            ends.append((line.index[-1], line.iloc[-1], criterion, colour))
-        names = [f"{name}\n({size})" for name, size in sizes.items()]
-        axes.set_xticks(range(len(sizes)), names, rotation=0 if len(sizes) < 8 else 90)
-        axes.set(
-            xlabel="Group of neurons (width before), from input to output", ylabel="Neurons left (%)", ylim=(0, 102)
-        )
-        label_ends(axes, ends)
-    return figure
-
-
-def event_widths(events: list[dict]) -> pd.DataFrame:
-    """One row a group, in the network's order: group, before (the first event), after (the last)."""
-    found: dict[str, list[int]] = {}
-    for event in events:
-        for group in event["groups"]:
-            found.setdefault(group["name"], [group["width_before"], 0])[1] = group["width_after"]
-    return pd.DataFrame([[name, *widths] for name, widths in found.items()], columns=["group", "before", "after"])
 
 
 def training_curves(metrics: pd.DataFrame, events: list[dict], title: str = "Training", caption: str = "") -> Figure:

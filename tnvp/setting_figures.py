@@ -11,7 +11,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
 from tnvp import results
-from tnvp.figure_style import LEAST_SEEDS, MARKERS, OTHER, STYLE, new_figure, none_where, provenance
+from tnvp.figure_style import LEAST_SEEDS, MARKERS, OTHER, STYLE, new_figure, none_where, provenance, subject
 from tnvp.run_directory import ResultsError, require_columns
 
 PANELS = {"test_accuracy_pruned": "After the last prune event", "test_accuracy": "At the end"}
@@ -24,23 +24,25 @@ def accuracy_by_setting(table: pd.DataFrame, columns: list[str], title: str, com
 
     columns: those of the config whose values name a setting, such as ["pruning.window"]; runs may differ in these, the requested
     sparsity and the seed alone. Markers: means over seeds; bars: 95 % t-intervals; dots: single runs. Runs that were asked for no
-    sparsity share a row of panels. Raises ResultsError for a column that isn't there or leaves settings mixed.
+    sparsity share a row of panels. What would squeeze the others on a common axis has panels of its own (`_apart`). Raises
+    ResultsError for a column that isn't there or leaves settings mixed.
     """
     parts = _parts(table, columns)
-    names = {asked: rows for asked, rows in parts.groupby(ASKED, dropna=False)}
+    names = {}
+    for asked, rows in parts.groupby(ASKED, dropna=False):
+        what = f"{asked:.0%} of the neurons removed" if asked == asked else "No sparsity requested"
+        names |= {", ".join([what, *more]): part for more, part in _apart(rows, f"config.{columns[0]}")}
     counts = parts.groupby(["setting", ASKED], dropna=False)["seed"].nunique()
     caption = _caption(parts, counts, command)
     heights = [rows["setting"].nunique() for rows in names.values()]
     with matplotlib.rc_context(STYLE):
         height = 1.1 + 0.2 * sum(heights) + 0.42 * len(heights)
-        figure = new_figure(9, height, f"Test accuracy by setting: {title}", caption)
+        figure = new_figure(9, height, f"Test accuracy by setting: {subject(parts)} (study {title})", caption)
         panels = figure.subplots(len(names), 2, squeeze=False, sharey="row", height_ratios=[n + 0.5 for n in heights])
-        for row, (asked, rows) in zip(panels, names.items(), strict=True):
+        for row, (what, rows) in zip(panels, names.items(), strict=True):
             for axes, column in zip(row, PANELS, strict=True):
                 _rows(axes, rows, column)
-            row[0].set_title(
-                f"{asked:.0%} of the neurons removed" if asked == asked else "No sparsity requested", loc="left"
-            )
+            row[0].set_title(what, loc="left")
         for axes, when in zip(panels[-1], PANELS.values(), strict=True):
             axes.set_xlabel(f"Test accuracy (%): {when[0].lower()}{when[1:]}")
     return figure
@@ -59,7 +61,10 @@ def accuracy_vs_training(table: pd.DataFrame, columns: list[str], title: str, co
     counts = parts.groupby(["setting", ASKED], dropna=False)["seed"].nunique()
     with matplotlib.rc_context(STYLE):
         figure = new_figure(
-            6.8, 4.2, f"Test accuracy against training saved: {title}", _caption(parts, counts, command)
+            6.8,
+            4.2,
+            f"Test accuracy against training saved: {subject(parts)} (study {title})",
+            _caption(parts, counts, command),
         )
         axes = figure.subplots()
         axes.set(xlabel="Training FLOPs saved (%)", ylabel="Test accuracy at the end (%)")
@@ -70,6 +75,19 @@ def accuracy_vs_training(table: pd.DataFrame, columns: list[str], title: str, co
         bars, names = axes.get_legend_handles_labels()
         axes.legend([bar.lines[0] for bar in bars], names, loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure
+
+
+def _apart(rows: pd.DataFrame, column: str) -> list[tuple[list[str], pd.DataFrame]]:
+    """Words, rows of each value of a column if, at both moments, the values' runs lie further apart than those of any value do
+    among themselves: one axis would then show that gap and hide what is asked. Else all rows, with no words.
+    """
+    ranges = [rows.groupby(column, sort=False)[name].agg(["min", "max"]).astype(float) for name in PANELS]
+    for edges in ranges:
+        edges = edges.sort_values("min")
+        gaps = edges["min"].to_numpy()[1:] - edges["max"].to_numpy()[:-1]
+        if not len(gaps) or edges.isna().any(axis=None) or gaps.min() <= (edges["max"] - edges["min"]).max():
+            return [([], rows)]
+    return [([_words({column: value})], part) for value, part in rows.groupby(column, sort=False)]
 
 
 def _parts(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:

@@ -7,30 +7,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tnvp import results
-from tnvp.figure_style import DASHES, OTHER, STYLE, band, new_figure, none_where, plural
+from tnvp.figure_style import DASHES, OTHER, STYLE, band, new_figure, none_where, provenance, subject
 from tnvp.run_directory import ResultsError
 
 
-def stability_over_seeds(table: pd.DataFrame, title: str, command: str) -> Figure:
+def stability_over_seeds(table: pd.DataFrame, runs: pd.DataFrame, title: str, command: str) -> Figure:
     """A column of panels a group. Above: correlation of each window's ranking with the last one before the first event. Below: of the
     neurons that vary least, the share that is removed in the end; dotted: what a draw by chance finds.
 
-    table: `stability.COLUMNS`, of runs of one kind of pruning; ResultsError otherwise. Lines: means over seeds, bands: their 95 %
+    table: `stability.COLUMNS`, of runs of one kind of pruning; runs: the study's table, which tells data, code and machine. ResultsError
+    for other runs. Lines: means over seeds, bands: their 95 %
     t-intervals. Colours tell the requested sparsity, dashes what the scores looked at.
     """
     if table["pruning"].nunique() != 1:
         kinds = ", ".join(sorted(table["pruning"].unique()))
         raise ResultsError(f"the figure shows one kind of pruning, the table has {kinds}: write one of them")
+    drawn = runs[runs["run"].str.rsplit("/", n=1).str[-1].isin(table["run"])]
+    if missing := set(table["run"]) - set(drawn["run"].str.rsplit("/", n=1).str[-1]):
+        raise ResultsError(f"the study's table lacks {len(missing)} of the runs, such as {min(missing)}")
     groups = list(dict.fromkeys(table["group"]))
     counts = table.groupby(["group", "step", "window", "sparsity"], dropna=False)["seed"].nunique()
     caption = (
         f"Lines: mean over seeds, n = {results.span(counts.min(), counts.max())}. Bands: 95 % t-interval of the mean{none_where(counts)}. "
         "Above: Spearman's correlation over neurons, the same for all scores. Below: of the k neurons that vary least in a recording "
         "window, the share that is removed, k being how many are; dotted: by chance. Windows of training steps up to the first event. "
-        f"{plural(table['run'].nunique(), 'run')}. Reproduce: {command}"
+        f"{provenance(drawn, command)}"
     )
     with matplotlib.rc_context(STYLE):
-        figure = new_figure(1.6 + 3.2 * len(groups), 5.2, f"How early the dead can be told: {title}", caption)
+        figure = new_figure(
+            1.6 + 3.2 * len(groups), 5.2, f"How early the dead can be told: {subject(drawn)} (study {title})", caption
+        )
         panels = figure.subplots(2, len(groups), sharex=True, sharey="row", squeeze=False)
         for (above, below), group in zip(panels.T, groups, strict=True):
             part = table[table["group"] == group]
@@ -38,7 +44,7 @@ def stability_over_seeds(table: pd.DataFrame, title: str, command: str) -> Figur
             _overlaps(below, part)
             above.set(title=group)
             below.set_xlabel("Epoch in which a window ends")
-        panels[0, 0].set_ylabel("Rank correlation with the last window")
+        panels[0, 0].set_ylabel("Rank correlation")
         panels[1, 0].set_ylabel("Removed later, of the k least (%)")
         panels[1, -1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure

@@ -1,8 +1,9 @@
 """Studies: experiments/<name>/study.yaml declares what is run for one question; its table and figures are made from that.
 
-    python -m tnvp.study run NAME          # what is missing of its runs, through run.py -m
-    python -m tnvp.study publish NAME      # finished runs → experiments/NAME/results.csv and figures
-    python -m tnvp.study figures           # published tables → figures, of all studies
+    python -m tnvp.study run NAME                            # what is missing of its runs, through run.py -m
+    python -m tnvp.study publish NAME                        # finished runs → experiments/NAME/results.csv, other tables, figures
+    python -m tnvp.study figures                             # published tables → figures, of all studies
+    python -m tnvp.study figures --results RUNS --out DIR    # runs → the same of them, in DIR/NAME, and figures of single runs
 
 Overrides after the name (device=cuda hydra/launcher=joblib) go to every run.
 """
@@ -10,157 +11,34 @@ Overrides after the name (device=cuda hydra/launcher=joblib) go to every run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pandas as pd
-import yaml
 from matplotlib.figure import Figure
 
-from tnvp import figures, results, stability, tracking
+from tnvp import figures, results, search_figure, stability, sweep, tracking
+from tnvp.declaration import EXPERIMENTS, REPOSITORY, Study, StudyError, Table, read, study_names
+from tnvp.figure_style import plural
 from tnvp.resume import SIGNALS
 from tnvp.run_directory import ResultsError, RunDirectory
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-EXPERIMENTS = REPOSITORY / "experiments"
-KEYS = {"question": str, "figures": dict, "sweeps": list}
-SWEEP_KEYS = {"base": list, "axes": dict}
-
-
-class StudyError(ValueError):
-    """A study that can't be read, run or published; the message names the file or the runs, and the way out."""
-
-
-class Sweep(NamedTuple):
-    """Every combination of the axes' values on top of the overrides in base."""
-
-    base: list[str]
-    axes: dict[str, list]
-
-    def overrides(self) -> list[str]:
-        """As the command line says it."""
-        return [*self.base, *(f"{key}={','.join(map(text, values))}" for key, values in self.axes.items())]
-
-    def points(self) -> list[list[str]]:
-        """The overrides of each run, the last axis fastest."""
-        combinations = itertools.product(*self.axes.values())
-        pairs = (zip(self.axes, values, strict=True) for values in combinations)
-        return [[*self.base, *(f"{key}={text(value)}" for key, value in point)] for point in pairs]
-
-
-class Study(NamedTuple):
-    """A question, the figures that answer it, the sweeps that are run for it.
-
-    figures: file name → one of `figures.KINDS`; one of `BY_SETTING` is followed by the config's columns that name a setting, such
-    as "accuracy_by_setting pruning.window".
-    """
-
-    folder: Path
-    question: str
-    figures: dict[str, str]
-    sweeps: list[Sweep]
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def table_path(self) -> Path:
-        return self.folder / "results.csv"
-
-
-def text(value: Any) -> str:
-    """A value of study.yaml as Hydra's command line takes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(text, value))}]"
-    plain = isinstance(value, int | float) or re.fullmatch(r"[\w./-]+", value)
-    return str(value) if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def read(name: str, experiments: Path = EXPERIMENTS) -> Study:
-    """The study that experiments/<name>/study.yaml declares. Raises StudyError where something is wrong there."""
-    path = experiments / name / "study.yaml"
-    if not path.is_file():
-        known = ", ".join(study_names(experiments)) or "none"
-        raise StudyError(f"there is no study {name!r} ({path}); there are: {known}")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
-        raise StudyError(f"{path} is no YAML in UTF-8: {error}") from error  # ValueError: other bytes, the 31st of June
-    _check_keys(content, KEYS, str(path))
-    if not content["sweeps"]:
-        raise StudyError(f"{path}: sweeps is empty; it needs a sweep with the keys {', '.join(SWEEP_KEYS)}")
-    for index, sweep in enumerate(content["sweeps"]):
-        _check_sweep(sweep, f"{path}, sweeps[{index}]")
-    for name, figure in content["figures"].items():
-        _check_figure(name, figure, path)
-    sweeps = [Sweep(**sweep) for sweep in content["sweeps"]]
-    return Study(path.parent, content["question"], content["figures"], sweeps)
-
-
-def _check_keys(values: Any, keys: dict[str, type], where: str) -> None:
-    if not isinstance(values, dict) or set(values) != set(keys):
-        found = ", ".join(map(str, values)) if isinstance(values, dict) else repr(values)
-        raise StudyError(f"{where} needs the keys {', '.join(keys)}; it has {found}")
-    for key, kind in keys.items():
-        if not isinstance(values[key], kind):
-            raise StudyError(f"{where}: {key} must be a {kind.__name__}, not {values[key]!r}")
-
-
-def _check_sweep(sweep: Any, where: str) -> None:
-    _check_keys(sweep, SWEEP_KEYS, where)
-    for entry in sweep["base"]:
-        if not isinstance(entry, str) or entry.startswith("-"):  # a flag such as -m is the command's, not a run's
-            raise StudyError(f"{where}: the entry {entry!r} of base is no override; write key=value, quoted")
-    for key, values in sweep["axes"].items():
-        if not isinstance(key, str):
-            raise StudyError(f"{where}: the axis {key!r} must be a key of the configuration, such as seed")
-        if not isinstance(values, list) or not values:
-            raise StudyError(f"{where}: the axis {key} needs a list of values")
-        if bad := [value for value in values if not _is_plain(value)]:
-            raise StudyError(
-                f"{where}: the axis {key} can't take {bad[0]!r}; values are text (quote a date), numbers, "
-                "true, false, null, or lists of these"
-            )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether `text` knows how to say it."""
-    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
-
-
-def _check_figure(name: Any, figure: Any, path: Path) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
-        raise StudyError(f"{path}: the figure name {name!r} must be text of letters, digits, '.', '_' and '-'")
-    kind, *columns = str(figure).split() or [""]
-    if kind not in figures.KINDS:
-        raise StudyError(f"{path}: figure {figure!r} is none of {', '.join(figures.KINDS)}")
-    if bool(columns) != (kind in figures.BY_SETTING):
-        needs = f"{kind} takes no columns" if columns else f"{kind} needs the columns that name a setting"
-        raise StudyError(f"{path}: figure {figure!r}: {needs}; such as accuracy_by_setting pruning.window")
-
-
-def study_names(experiments: Path = EXPERIMENTS) -> list[str]:
-    """The studies that are declared."""
-    return sorted(path.parent.name for path in experiments.glob("*/study.yaml"))
-
 
 def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
-    """Where the run of each declared point is, or will be. Raises StudyError for a point that can't be run."""
+    """Where the run of each declared point is, or will be; of a search, whose points nobody knows before, those that are finished.
+
+    Raises StudyError for a point that can't be run, and for a search that has no finished run.
+    """
     from tnvp.command_line import ERRORS, explain  # these take seconds, and figures do without
     from tnvp.config import compose
     from tnvp.setup import run_path
 
     more = [f"study={study.name}", *(word for word in extra if not re.match(r"\+*hydra[./]", word))]
-    points = [[*point, *more] for sweep in study.sweeps for point in sweep.points()]
+    points = [[*point, *more] for part in study.sweeps for point in part.points()] or [more]
     left = iter(points)
     try:
         configs = compose(REPOSITORY / "conf", left)
@@ -170,7 +48,14 @@ def runs_of(study: Study, extra: list[str]) -> list[RunDirectory]:
             what = why.splitlines()[0].removesuffix(" requires --multirun")
             why = f"{what}: what varies goes into axes, as key: [value, value]"
         raise StudyError(f"{study.folder / 'study.yaml'}, the run {' '.join(point)}: {why}") from error
-    return [RunDirectory(path) for path in dict.fromkeys(map(run_path, configs))]
+    paths = list(dict.fromkeys(map(run_path, configs)))
+    if not study.search:
+        return [RunDirectory(path) for path in paths]
+    folder = paths[0].parent
+    found = [run for run in map(RunDirectory, sorted(folder.glob("[!.]*/"))) if run.is_complete]
+    if not found:
+        raise StudyError(f"{folder} has no finished run of the search. Run it: make study STUDY={study.name}")
+    return found
 
 
 def run(study: Study, extra: list[str]) -> int:
@@ -178,24 +63,23 @@ def run(study: Study, extra: list[str]) -> int:
 
     A sweep with failed points leaves the next ones running; only an interrupt or a kill ends the study.
     """
+    if study.search:  # it draws the same points again from the same seed, and finished ones aren't run again
+        return _launch(study, study.search, extra)
     statuses = [0]
-    for sweep in study.sweeps:
-        runs = runs_of(study._replace(sweeps=[sweep]), extra)
+    for part in study.sweeps:
+        runs = runs_of(study._replace(sweeps=[part]), extra)
         done = sum(run.is_complete for run in runs)
-        print(f"{study.name}: {done} of {len(runs)} runs are finished: {' '.join(sweep.overrides())}", flush=True)
+        print(f"{study.name}: {done} of {len(runs)} runs are finished: {' '.join(part.overrides())}", flush=True)
         if done < len(runs):
-            command = [
-                sys.executable,
-                str(REPOSITORY / "run.py"),
-                "-m",
-                *sweep.overrides(),
-                f"study={study.name}",
-                *extra,
-            ]
-            statuses.append(attended(command))
+            statuses.append(_launch(study, part.overrides(), extra))
             if statuses[-1] not in (0, 1, 2):
                 return statuses[-1]
     return 1 if 1 in statuses else max(statuses)
+
+
+def _launch(study: Study, overrides: list[str], extra: list[str]) -> int:
+    command = [sys.executable, str(REPOSITORY / "run.py"), "-m", *overrides, f"study={study.name}", *extra]
+    return attended(command)
 
 
 def attended(command: list[str]) -> int:
@@ -210,7 +94,7 @@ def attended(command: list[str]) -> int:
 
 
 def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
-    """Write results.csv and the figures from finished runs; returns the paths. Missing runs are an error unless partial.
+    """Write results.csv, the study's other tables and its figures from finished runs; returns the paths. Missing runs are an error unless partial.
 
     wandb: a mode of `tracking.start`, in which table and figures are logged as a run of the study's group.
     """
@@ -222,12 +106,72 @@ def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = 
         if not partial or len(missing) == len(runs):
             raise StudyError(f"{what}\nRun them: make study STUDY={study.name}" + ("" if partial else "; or --partial"))
         warnings.warn(f"{what}\nThe table is published without them", stacklevel=2)
-    table = results.table_of((run for run in runs if run.is_complete), runs[0].path.parent.parent)
+    root = runs[0].path.parent.parent
+    table = _with_validation(study, results.table_of((run for run in runs if run.is_complete), root), root)
     results.publish(table, study.table_path)
     print(results.describe(table))
+    measured = measure(study, table, root, study.folder, partial)
     drawn = draw(study)
     track(study, table, [path for path in drawn if path.suffix == ".png"], runs[0].path.parent, wandb)
-    return [study.table_path, *drawn]
+    return [study.table_path, *measured, *drawn]
+
+
+def _with_validation(study: Study, table: pd.DataFrame, root: Path) -> pd.DataFrame:
+    """The table of a search with what it looked at: validation accuracy in percent, and whether a run is on the front."""
+    if not study.search:
+        return table
+    found = [sweep.objectives(root / name, 1) for name in table["run"]]
+    front = search_figure.on_front(pd.Series(found), table["flops"])
+    columns = {search_figure.VALIDATION: found, "on_front": front}
+    return pd.concat([table[["run"]], table.assign(**columns)[list(columns)], table.drop(columns="run")], axis=1)
+
+
+def measure(study: Study, table: pd.DataFrame, root: Path, out: Path, lenient: bool = False) -> list[Path]:
+    """Write the study's tables that are made of runs, into the folder ``out``; returns their paths.
+
+    table: rows of finished runs, whose paths are relative to ``root``. What can't be written, for instance since no run has the values
+    that it is made of, raises StudyError, or, if ``lenient``, is a warning.
+    """
+    written = []
+    for name in (name for name, declared in study.tables.items() if declared.runs is not None):
+        try:
+            written.append(_write(study, name, out, _chosen(study, name, table, root)))
+        except StudyError as error:
+            if not lenient:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+    return written
+
+
+def _chosen(study: Study, name: str, table: pd.DataFrame, root: Path) -> list[Path]:
+    """The runs that the table ``name`` is made of. Raises StudyError if there is none."""
+    wanted, chosen = study.tables[name].runs, pd.Series(True, index=table.index)
+    for key, values in wanted.items():
+        chosen &= table.get(f"config.{key}", pd.Series(index=table.index, dtype=object)).isin(values)
+    if not chosen.any():
+        raise StudyError(f"{study.name} has no finished run for {name}: {wanted or 'any'}")
+    return [root / run for run in table.loc[chosen, "run"]]
+
+
+def _write(study: Study, name: str, out: Path, runs: list[Path]) -> Path:
+    """Run the command of the table ``name``; returns its path in ``out``. Raises StudyError where it fails."""
+    table, path = study.tables[name], out / name
+    how = f"of {plural(len(runs), 'run')} " if runs else ""
+    print(f"{path}: {how}with {' '.join(table.command)}", flush=True)
+    done = subprocess.run(_command(study, table, out, runs), capture_output=True, text=True)
+    if done.returncode or not path.exists():
+        said = done.stderr.strip().splitlines() or ["it wrote no such file"]
+        raise StudyError(f"{path} can't be written with {' '.join(table.command)}: {said[-1]}")
+    return path
+
+
+def _command(study: Study, table: Table, out: Path, runs: list[Path]) -> list[str]:
+    """The table's command as a list of words for this interpreter."""
+    words = [sys.executable, *(["-m"] if table.command[0].startswith("tnvp.") else [])]
+    for word in table.command:
+        word = word.replace("{folder}", str(study.folder)).replace("{out}", str(out))
+        words += [word.replace("{runs}", str(run)) for run in runs] if "{runs}" in word else [word]
+    return words
 
 
 def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Path, mode: str) -> None:
@@ -259,30 +203,67 @@ def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Pa
         print(f"W&B: {tracker.where}")
 
 
-def draw(study: Study) -> list[Path]:
-    """The study's figures from its published table, beside it; returns the paths."""
-    table, latency = results.published(study.table_path), study.folder / "latency.csv"
-    if latency.exists():
-        table = results.with_latency(table, latency)
-    written = []
-    for name, kind in study.figures.items():
-        drawn = _drawn(study, table, *kind.split())
-        for setting, figure in drawn.items():
-            stem = name if len(drawn) == 1 else figures.slug(f"{name}-{setting}")
-            written += figures.save(figure, study.folder / stem)
+def draw(study: Study, folder: Path | None = None, command: str | None = None) -> list[Path]:
+    """The study's figures and other tables from the published ones in ``folder``, beside these; returns the paths.
+
+    folder: the study's own, if left out; another one is of one's own runs, and what can't be drawn of these is a warning.
+    command: what makes it all, for the captions.
+    """
+    own, folder = folder is None, folder or study.folder
+    command = command or f"make study STUDY={study.name} and make publish STUDY={study.name}"
+    derived, written = [name for name, table in study.tables.items() if table.runs is None], []
+    for name in [*derived, *study.figures]:
+        try:
+            written += [_write(study, name, folder, [])] if name in derived else _draw(study, name, folder, command)
+        except (ResultsError, StudyError) as error:
+            if own:
+                raise
+            warnings.warn(f"{study.name}: no {name}: {error}", stacklevel=2)
     return written
 
 
-def _drawn(study: Study, table: pd.DataFrame, kind: str, *columns: str) -> dict[str, Figure]:
+def _draw(study: Study, name: str, folder: Path, command: str) -> list[Path]:
+    """The figure ``name``, once for each setting that it shows, from the tables in ``folder``; returns the files' paths."""
+    table, latency = results.published(folder / study.table_path.name), folder / "latency.csv"
+    if latency.exists():
+        table = results.with_latency(table, latency)
+    drawn, written = _drawn(study, table, folder, command, *study.figures[name].split()), []
+    for setting, figure in drawn.items():
+        stem = name if len(drawn) == 1 else figures.slug(f"{name}-{setting}")
+        written += figures.save(figure, folder / stem)
+    return written
+
+
+def _drawn(
+    study: Study, table: pd.DataFrame, folder: Path, command: str, kind: str, *columns: str
+) -> dict[str, Figure]:
     """Title → figure."""
-    command = f"make study STUDY={study.name} and make publish STUDY={study.name}"
     if kind in figures.OF_STABILITY:
-        path = study.folder / "stability.csv"
-        command = f"make study STUDY={study.name} and python -m tnvp.stability (README.md)"
-        return {study.name: figures.OF_STABILITY[kind](stability.read(path), study.name, command)}
+        rows = stability.read(folder / "stability.csv")
+        return {study.name: figures.OF_STABILITY[kind](rows, table, study.name, command)}
     if kind in figures.BY_SETTING:
         return {study.name: figures.BY_SETTING[kind](table, list(columns), study.name, command)}
+    if kind in figures.OF_SEARCH:
+        return {study.name: figures.OF_SEARCH[kind](table, study.name, command)}
     return figures.of_table(table, kind, command)
+
+
+def draw_runs(root: Path, out: Path, experiments: Path = EXPERIMENTS) -> list[Path]:
+    """Every figure of the runs under ``root``; returns the files' paths.
+
+    Those of `figures.draw` in ``out``; in out/<study>, for each study that is declared and has runs there, what `publish` writes of
+    all its runs, finished or not as many as declared. Published tables are not read.
+    """
+    written = figures.draw(root, out)
+    table, command = results.table(root), f"python -m tnvp.study figures --results {root} --out {out}"
+    for name in sorted(set(table["study"].dropna()) & set(study_names(experiments))):
+        study, rows, folder = read(name, experiments), table[table["study"] == name].reset_index(drop=True), out / name
+        for old in (study.table_path.name, *study.tables):  # of runs that are gone
+            (folder / old).unlink(missing_ok=True)
+        results.publish(_with_validation(study, rows, root), folder / study.table_path.name)
+        written += [folder / study.table_path.name, *measure(study, rows, root, folder, lenient=True)]
+        written += draw(study, folder, command)
+    return written
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -292,10 +273,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", help="a folder of experiments/ with a study.yaml; figures: all, if left out")
     parser.add_argument("overrides", nargs="*", help="for every run, as in run.py")
     parser.add_argument("--partial", action="store_true", help="publish although runs are missing")
+    parser.add_argument("--results", type=Path, metavar="RUNS", help="figures: of these runs, not of published tables")
+    parser.add_argument("--out", type=Path, default=Path("figures"), metavar="DIR", help="where those of --results go")
     parser.add_argument("--wandb", choices=tracking.MODES, default="disabled", help="log what is published to W&B too")
     parser.add_argument("--experiments", type=Path, default=EXPERIMENTS, metavar="DIR", help="folder of the studies")
     options = parser.parse_intermixed_args(arguments)
     try:
+        if options.results and (options.action != "figures" or options.name):
+            raise StudyError("--results is for figures, of all studies that the runs are of: leave the name out")
+        if options.results:
+            print(*draw_runs(options.results, options.out, options.experiments), sep="\n")
+            return 0
         if options.action == "figures":
             names = [options.name] if options.name else study_names(options.experiments)
             studies = [read(name, options.experiments) for name in names]

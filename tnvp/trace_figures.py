@@ -29,14 +29,12 @@ def trace_heatmap(
     if not groups:
         raise ResultsError("the trace is empty: the run recorded no window. Lower pruning.trace_every.")
     traces, merged = _whole(traces, events)
-    positive = traces["variance"][traces["variance"] > 0]
-    low, high = np.quantile(positive, [0.01, 1]) if len(positive) else (1e-12, 1.0)
-    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
+    norm = _colours(traces)
     columns = math.ceil(len(groups) / 4)
     rows = math.ceil(len(groups) / columns)
     caption = (
         "Rows: neurons, sorted by the last variance seen. Grey: removed, from the orange tick on. "
-        f"Variances under {low:.1e}, zero too, have the darkest colour.{merged} {caption}"
+        f"Variances under {norm.vmin:.1e}, zero too, have the darkest colour.{merged} {caption}"
     )
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure = new_figure(max(7.0, 3.6 * columns), 1.2 + 1.5 * rows, title, caption)
@@ -62,11 +60,8 @@ def deaths(events: list[dict], group: str) -> dict[int, int]:
 
 
 def _heat_panel(axes: Axes, group: str, traces: pd.DataFrame, died: dict[int, int], norm: LogNorm) -> QuadMesh:
-    wide = traces.pivot(index="neuron", columns="step", values="variance")
-    wide = wide.reindex(sorted({*wide.index, *died}))  # a neuron may go before its first window
-    steps = wide.columns.to_numpy(float)  # where windows end; the first begins with the run
-    until = np.array([died.get(neuron, math.inf) for neuron in wide.index])
-    wide = wide.mask(steps[None, :] > until[:, None])
+    wide, _ = _until_death(traces, died)
+    steps = wide.columns.to_numpy(float)
     last = wide.ffill(axis=1).iloc[:, -1]
     wide = wide.loc[last.sort_values(na_position="first", kind="stable").index]
     cells = np.ma.masked_invalid(wide.to_numpy(float))
@@ -124,39 +119,75 @@ def _window_ends(steps: np.ndarray, fixed: set[int]) -> np.ndarray:
 
 
 def survival(traces: pd.DataFrame, events: list[dict], title: str = "Survival of neurons", caption: str = "") -> Figure:
-    """Share of each group's neurons alive against steps, and the variances of those that died and of those that stayed.
+    """When each neuron died, with its variance until then: two panels a group.
 
-    First panel: one line a group. The others: a group each, median and 10 to 90 % of its neurons' variances in each window.
-    Raises ResultsError without a trace or an event.
+    Left: a row a neuron, coloured by its variance as long as it lived; the first to die on top, so that the edge is the survival
+    curve. Right: the id of each removed neuron at the step of its removal. Raises ResultsError without a trace or an event.
     """
     groups = _groups(traces, events)
-    (traces, merged), last = _whole(traces, events), traces["step"].max()
-    columns = math.ceil((len(groups) + 1) / 4)
-    rows = math.ceil((len(groups) + 1) / columns)
+    (traces, merged), last = _whole(traces, events), int(traces["step"].max())
+    norm = _colours(traces)
+    blocks = math.ceil(len(groups) / 5)
+    rows = math.ceil(len(groups) / blocks)
     caption = (
-        "Alive: neurons not removed yet. Variances: median (line) and 10 to 90 % (band) of the neurons that were removed "
-        f"until the end (as long as they lived) and of those that stayed, zero left out.{merged} {caption}"
+        "Left: a row a neuron, in order of death (those of one event by the variance last seen), as long as it lived; the edge, orange, is "
+        "the survival curve. Right: a dot where the neuron of that id was removed; ids without a dot are alive at the end. Dotted: "
+        f"prune events. Variances under {norm.vmin:.1e}, zero too, have the darkest colour.{merged} {caption}"
     )
-    with matplotlib.rc_context(STYLE):
-        figure = new_figure(max(6.5, 3.6 * columns), 1.2 + 1.6 * rows, title, caption)
-        panels = list(figure.subplots(rows, columns, squeeze=False).T.flat)
-        ends = [
-            _alive(panels[0], deaths(events, group), group, size, last, style)
-            for (group, size), style in zip(groups.items(), group_styles(len(groups)), strict=True)
-        ]
-        panels[0].set(ylabel="Alive (%)", ylim=(0, 104), xlim=(0, last), title="All groups")
-        label_ends(panels[0], ends)
-        for axes, group in zip(panels[1:], groups, strict=False):
+    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
+        figure = new_figure(7.2 * blocks, 1.2 + 2.1 * rows, title, caption)
+        panels = figure.subplots(rows, 2 * blocks, squeeze=False, width_ratios=[1.3, 1] * blocks)
+        pairs = [panels[row, 2 * block : 2 * block + 2] for block in range(blocks) for row in range(rows)]
+        for (left, right), (group, size) in zip(pairs, groups.items(), strict=False):
             died = deaths(events, group)
-            _dead_and_kept(axes, traces[traces["group"] == group], died)
-            axes.set_title(f"{group}: {len(died)} of {groups[group]} removed")
-            axes.set_xlim(0, last)
-        for axes in panels[len(groups) + 1 :]:
-            axes.set_visible(False)
-        for axes in [panels[len(groups)], *(axes for axes in panels if axes.get_subplotspec().is_last_row())]:
+            mesh = _lives(left, traces[traces["group"] == group], died, size, last, norm)
+            left.set(title=f"{group}: {size} to {size - len(died)} neurons", ylabel="Neurons alive")
+            right.plot(list(died.values()), list(died), ".", color=GONE, markersize=3 if size < 200 else 1.5)
+            right.set(ylabel="Neuron id", ylim=(-0.5, size - 0.5), xlim=(0, last))
+            for axes in (left, right):
+                for step in sorted(set(died.values())):
+                    axes.axvline(step, color="0.3", linewidth=0.6, linestyle=(0, (1, 2)), zorder=0.5)
+                axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+                axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        for pair in pairs[len(groups) :]:
+            for axes in pair:
+                axes.set_visible(False)
+        for axes in [*pairs[len(groups) - 1], *panels[-1]]:
             axes.set_xlabel("Training step")
-        panels[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1))
+        bar = figure.colorbar(mesh, ax=panels, label="Variance (log scale)", extend="min", aspect=30)
+        log_ticks(bar.ax.yaxis, norm.vmin, norm.vmax)
     return figure
+
+
+def _colours(traces: pd.DataFrame) -> LogNorm:
+    """From the first percentile of the variances that are not zero to the greatest."""
+    positive = traces["variance"][traces["variance"] > 0]
+    low, high = np.quantile(positive, [0.01, 1]) if len(positive) else (1e-12, 1.0)
+    return LogNorm(low, max(high, 1.001 * low), clip=True)
+
+
+def _lives(axes: Axes, traces: pd.DataFrame, died: dict[int, int], size: int, last: int, norm: LogNorm) -> QuadMesh:
+    """A row a neuron until it died, the first to die on top, and the survival curve along their ends."""
+    wide, until = _until_death(traces, died)
+    seen = wide.ffill(axis=1).iloc[:, -1].to_numpy()
+    wide = wide.iloc[np.lexsort([-np.nan_to_num(seen), -until])]  # row 0, the foot, lives longest
+    cells = np.ma.masked_invalid(wide.to_numpy(float))
+    steps = wide.columns.to_numpy(float)
+    mesh = axes.pcolormesh(np.r_[0, steps], np.arange(len(wide) + 1), cells, norm=norm, cmap=OTHER, rasterized=True)
+    when, counts = np.unique(np.array(list(died.values()), int), return_counts=True)
+    alive = size - np.cumsum([0, *counts])
+    axes.step([0, *when, last], [*alive, alive[-1]], where="post", color=GONE, linewidth=1.2, label="alive")
+    axes.set(xlim=(0, last), ylim=(0, 1.02 * size))
+    return mesh
+
+
+def _until_death(traces: pd.DataFrame, died: dict[int, int]) -> tuple[pd.DataFrame, np.ndarray]:
+    """Variances, a row a neuron and a column a window, NaN after its death; and when it died, infinity for who lives."""
+    wide = traces.pivot(index="neuron", columns="step", values="variance")
+    wide = wide.reindex(sorted({*wide.index, *died}))  # a neuron may go before its first window
+    until = np.array([died.get(neuron, math.inf) for neuron in wide.index])
+    steps = wide.columns.to_numpy(float)  # where windows end; the first begins with the run
+    return wide.mask(steps[None, :] > until[:, None]), until
 
 
 def _groups(traces: pd.DataFrame, events: list[dict]) -> dict[str, int]:
@@ -168,30 +199,6 @@ def _groups(traces: pd.DataFrame, events: list[dict]) -> dict[str, int]:
     names = dict.fromkeys(traces["group"])
     born = traces.groupby("group")["neuron"].unique()
     return {name: len({*born[name], *deaths(events, name)}) for name in names}
-
-
-def _alive(axes: Axes, died: dict[int, int], group: str, size: int, last: int, style: tuple) -> tuple:
-    """Draw a group's share of neurons alive; returns the line's end."""
-    steps, counts = np.unique(np.array(list(died.values()), int), return_counts=True)
-    alive = 100 * (1 - np.cumsum([0, *counts]) / size)
-    colour, dash = style
-    axes.step([0, *steps, last], [*alive, alive[-1]], where="post", color=colour, linestyle=dash, label=group)
-    return last, alive[-1], f"{group}: {size} to {size - len(died)}", colour
-
-
-def _dead_and_kept(axes: Axes, traces: pd.DataFrame, died: dict[int, int]) -> None:
-    alive = traces[traces["step"] <= traces["neuron"].map(died).fillna(math.inf)]
-    positive = alive[alive["variance"] > 0]
-    dead = positive["neuron"].isin(died)
-    for label, rows, colour in (("stayed", positive[~dead], OTHER(0.3)), ("removed", positive[dead], GONE)):
-        low, middle, high = (rows.groupby("step")["variance"].quantile(share) for share in (0.1, 0.5, 0.9))
-        axes.plot(middle.index, middle, color=colour, label=label, marker="." if len(middle) < 2 else None)
-        axes.fill_between(middle.index, low, high, color=colour, alpha=0.2, linewidth=0)
-    for step in sorted(set(died.values())):
-        axes.axvline(step, color="0.3", linewidth=0.6, linestyle=(0, (2, 2)))
-    axes.set(yscale="log", ylabel="Variance (log)")
-    if len(positive):
-        log_ticks(axes.yaxis, *axes.get_ylim())
 
 
 def rank_stability(

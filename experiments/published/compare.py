@@ -1,8 +1,8 @@
 """Published architectures, and beside each the smallest network of ours that errs no more.
 
-    python experiments/published/compare.py    # results.csv and literature.csv → equal_error.csv, equal_error.md
+    make figures    # results.csv and literature.csv → equal_error.csv, equal_error.md
 
-Parameters and FLOPs of both come from the widths by one formula: weights and biases of dense layers; two FLOPs a multiplication.
+or, by itself, python experiments/published/compare.py RESULTS.csv OUT.csv (or OUT.md). Parameters and FLOPs of both come from the widths by one formula: weights and biases of dense layers; two FLOPs a multiplication.
 """
 
 import argparse
@@ -95,14 +95,12 @@ def thousands(count: float) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=HERE / "results.csv", help="a published table")
-    parser.add_argument("--out", type=Path, default=HERE / "equal_error.csv")
+    parser.add_argument("results", metavar="RESULTS.csv", type=Path, help="a published table of this study")
+    parser.add_argument("out", metavar="OUT", type=Path, help="file to write, whose suffix says what: .csv, or .md to read")
     options = parser.parse_args(arguments)
     rows = compare(pd.read_csv(HERE / "literature.csv"), ours(results.published(options.results)))
-    rows.to_csv(options.out, index=False, float_format="%.6g")
-    text = markdown(rows)
-    options.out.with_suffix(".md").write_text(f"{text}\n")
-    print(text)
+    table = markdown(rows) + "\n" if options.out.suffix == ".md" else rows.to_csv(index=False, float_format="%.6g")
+    options.out.write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":
