@@ -272,8 +272,12 @@ def test_a_complete_run_is_not_repeated_and_force_sets_it_aside(started, capsys)
 
 
 def test_a_run_that_broke_off_before_its_first_checkpoint_is_set_aside_and_done_again(started, monkeypatch):
+    def break_off(study, *_):
+        study.directory.log({"step": 1})
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as broken:
-        broken.setattr(experiment.Study, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        broken.setattr(experiment.Study, "run", break_off)
         with pytest.raises(KeyboardInterrupt):
             started()
     _, _, directory = started()

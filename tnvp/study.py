@@ -83,11 +83,15 @@ def _launch(study: Study, overrides: list[str], extra: list[str]) -> int:
 
 
 def attended(command: list[str]) -> int:
-    """Run a command and return its exit status. Signals are passed on to it, and its end is awaited: its runs are to finish their step."""
+    """Run a command and return its exit status, 128 + n where signal n ended it.
+
+    Signals are passed on to it, and its end is awaited: its runs are to finish their step.
+    """
     with subprocess.Popen(command) as process:
         before = {n: signal.signal(n, lambda number, frame: process.send_signal(number)) for n in SIGNALS}
         try:
-            return process.wait()
+            status = process.wait()
+            return status if status >= 0 else 128 - status
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
