@@ -135,7 +135,8 @@ def is_named(argument: str, message: str) -> bool:
     leaf = key.rpartition(".")[2]  # what knows no configuration says so
     words = [re.escape(word) for word in (key, leaf) if len(word) > 1]
     return (
-        any(re.search(rf"(?<!\w){word}(?!\w)", message) for word in words)
+        f"unknown key {key.partition('.')[0]}:" in message
+        or any(re.search(rf"(?<!\w){word}(?!\w)", message) for word in words)
         or as_is in message
         or (len(value) > 2 and value in message)
     )
