@@ -285,6 +285,14 @@ def test_a_run_that_broke_off_before_its_first_checkpoint_is_set_aside_and_done_
     assert directory.path.with_name(f"{directory.path.name}.old-1").is_dir()
 
 
+@pytest.mark.parametrize("dirty", [True, False, None])
+def test_a_table_tells_code_that_was_not_committed(dirty, started, monkeypatch):
+    real = experiment.environment
+    monkeypatch.setattr(experiment, "environment", lambda *a: real(*a) | {"commit": "0123abc" * 5, "dirty": dirty})
+    _, summary, _ = started()
+    assert summary["commit"] == "0123abc" * 5 + ("-dirty" if dirty else "")
+
+
 def test_bad_input_leaves_no_run_directory(started, tmp_path):
     with pytest.raises(PruningError, match="head"):
         started("pruning.ignore=[head]")

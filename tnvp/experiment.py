@@ -342,7 +342,9 @@ class Study:
             "compensation": pruner.compensation if event else None,
             "seed": config.seed,
             "study": config.study,
-            **{key: hashes[key] for key in ("config_hash", "trunk_hash", "commit", "hardware")},
+            **{key: hashes[key] for key in ("config_hash", "trunk_hash")},
+            "commit": hashes["commit"] and hashes["commit"] + "-dirty" * bool(hashes["dirty"]),
+            "hardware": hashes["hardware"],
         }
 
     def flops(self, model: nn.Module) -> int:

@@ -234,7 +234,8 @@ def in_words(runs: pd.DataFrame, setting: str) -> str:
 
 def provenance(runs: pd.DataFrame, command: str) -> str:
     """The end of a caption: how many runs are drawn, of which data, code and machine, and how to have them again."""
-    commits = ", ".join(sorted({str(commit)[:7] for commit in runs["commit"].dropna()})) or "unknown"
+    short = {re.sub("^([0-9a-f]{7})[0-9a-f]*", r"\1", str(commit)) for commit in runs["commit"].dropna()}
+    commits = ", ".join(sorted(short)) or "unknown"
     hardware = ", ".join(sorted(runs["hardware"].dropna().unique())) or "unknown hardware"
     return (
         f"{plural(len(runs), 'run')}, {data_name(runs)} test data, commit {commits}, {hardware}. Reproduce: {command}"
