@@ -225,7 +225,8 @@ class Interval(NamedTuple):
 
 def interval(rows: pd.DataFrame, column: str) -> Interval:
     """Mean of `column` over seeds, with its t-interval. A seed run twice counts once, a gap never."""
-    values = rows.dropna(subset=[column]).groupby("seed")[column].mean().astype(float)
+    pairs = rows[["seed", column]]  # of some sixty columns
+    values = pairs.dropna(subset=[column]).groupby("seed")[column].mean().astype(float)
     n = len(values)
     half = stdtrit(n - 1, 0.975) * values.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
     return Interval(n, float(values.mean()), float(half))

@@ -11,11 +11,15 @@ Overrides after the name (device=cuda hydra/launcher=joblib) go to every run.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -207,6 +211,16 @@ def track(study: Study, table: pd.DataFrame, pictures: list[Path], directory: Pa
         print(f"W&B: {tracker.where}")
 
 
+def draw_all(studies: Sequence[Study]) -> Iterator[list[Path]]:
+    """`draw` each of them, as many at a time as there are processors."""
+    if len(studies) < 2:
+        yield from map(draw, studies)
+        return
+    spawn = multiprocessing.get_context("spawn")  # the same on every system
+    with ProcessPoolExecutor(min(len(studies), os.cpu_count() or 1), spawn) as pool:
+        yield from pool.map(draw, studies)
+
+
 def draw(study: Study, folder: Path | None = None, command: str | None = None) -> list[Path]:
     """The study's figures and other tables from the published ones in ``folder``, beside these; returns the paths.
 
@@ -291,9 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.action == "figures":
             names = [options.name] if options.name else study_names(options.experiments)
             studies = [read(name, options.experiments) for name in names]
-            for study in studies:
-                if options.name or study.table_path.exists():
-                    print(*draw(study), sep="\n")
+            for paths in draw_all([study for study in studies if options.name or study.table_path.exists()]):
+                print(*paths, sep="\n", flush=True)
             return 0
         if not options.name:
             raise StudyError(f"which study? There are: {', '.join(study_names(options.experiments))}")
