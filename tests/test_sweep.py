@@ -474,7 +474,9 @@ def test_an_interrupted_sweep_keeps_its_runs_and_the_same_command_goes_on(launch
         time.sleep(0.05)
     (os.killpg if who == "all" else os.kill)(process.pid, number)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 128 + number and "3 runs: 3 not finished" in said and "Traceback" not in said
+    assert process.returncode == 128 + number and "3 runs: 3 not finished" in said
+    if (launcher, who) != ("submitit_local", "all"):  # where the processes that submitit has watch jobs get Ctrl-C too
+        assert "Traceback" not in said
     (folder,) = (tmp_path / ".sweeps").iterdir()
     noted = {note["path"]: note for note in sweep.notes(folder)}
     for path in (note["path"] for note in at_work):
