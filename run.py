@@ -8,6 +8,7 @@ was given. At the end a table tells how each point stands. One run may have seve
 
 import os
 import shutil
+import signal
 import sys
 import traceback
 import warnings
@@ -16,6 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from socket import gethostname
+
+# The imports below take seconds and may swallow a KeyboardInterrupt: until `main` takes signals, Ctrl-C just ends the process.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hydra
 from hydra._internal.utils import get_args_parser

@@ -46,10 +46,13 @@ def epochs(table: pd.DataFrame) -> pd.Series:
 
 
 def dense_accuracy(table: pd.DataFrame, pruned: pd.DataFrame) -> tuple[results.Interval, str, pd.DataFrame]:
-    """Accuracy to compare with, what it is - the trunk's, or of runs trained as long without pruning - and these runs, if any."""
+    """Accuracy to compare with, what it is - the trunk's, or of runs trained as long without pruning - and these runs, if any.
+
+    n is 0 where there is neither: a network that is pruned while it trains was no trained one before the first event.
+    """
     if "config.pruning.dense_epochs" in pruned and pruned["config.pruning.dense_epochs"].notna().all():
         return results.interval(pruned, "test_accuracy_dense"), "the trained network before pruning", table[:0]
     rows = alike(table[table["config.pruning.name"] == "none"], pruned)
     if len(rows):
         return results.interval(rows, "test_accuracy"), "trained as long without pruning", rows
-    return results.interval(pruned, "test_accuracy_dense"), "before the first prune event", table[:0]
+    return results.Interval(0, math.nan, math.nan), "", table[:0]

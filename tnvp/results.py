@@ -109,7 +109,7 @@ def published(path: Path) -> pd.DataFrame:
         text = path.read_text(encoding="utf-8")
         frame = pd.read_csv(io.StringIO(text))
     except FileNotFoundError as error:
-        raise ResultsError(f"there is no table {path}") from error
+        raise ResultsError(f"there is no table {path}: make publish writes it, from finished runs") from error
     except ValueError as error:  # pandas' own errors are of this kind
         raise ResultsError(f"{path} is no table: {error}") from error
     if not text.endswith("\n"):
@@ -337,10 +337,10 @@ def describe(table: pd.DataFrame) -> str:
         shown = rows[["criterion", "requested"]].assign(sparsity=rows["neuron_sparsity"])
         counts = rows[[f"{name}_n" for name in ACCURACIES]].to_numpy()
         shown["n"] = [span(min(set(row) - {0}, default=0), max(row)) for row in counts]  # 0 shows as "-"
-        for name, title in zip(ACCURACIES, ["dense %", "pruned %", "final %"], strict=True):
+        for name, title in zip(ACCURACIES, ["before %", "pruned %", "final %"], strict=True):
             shown[title] = list(map(_percent, rows[name], rows[f"{name}_half"], rows[f"{name}_n"]))
         blocks.append(f"{setting}\n{shown.to_string(index=False, float_format='{:.3f}'.format, na_rep='-')}")
-    note = """Test accuracy before the first prune event (dense), after the last (pruned), at the end (final):
+    note = """Test accuracy before the first prune event (before), after the last (pruned), at the end (final):
 mean over n seeds ± half-width of its 95 % t-interval, none for n < 3. sparsity: neurons removed, achieved."""
     return "\n\n".join([*blocks, note])
 

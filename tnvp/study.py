@@ -112,7 +112,10 @@ def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = 
         names = "\n  ".join([*missing[:20], *(["…"] if len(missing) > 20 else [])])
         what = f"{len(missing)} of {len(runs)} runs of {study.name} are not finished:\n  {names}"
         if not partial or len(missing) == len(runs):
-            raise StudyError(f"{what}\nRun them: make study STUDY={study.name}" + ("" if partial else "; or --partial"))
+            raise StudyError(
+                f"{what}\nRun them: make study STUDY={study.name}; what its ARGS said, such as runs=DIR, publish needs too"
+                + ("" if partial else "; or --partial")
+            )
         warnings.warn(f"{what}\nThe table is published without them", stacklevel=2)
     root = runs[0].path.parent.parent
     table = _with_validation(study, results.table_of((run for run in runs if run.is_complete), root), root)

@@ -413,7 +413,7 @@ def _caption(
         f"{what}: 95 % t-interval of the mean{none_where(counts.ravel())}.",
         "Faint dots: single runs.",
         f"Lines are moved sideways, by {ASIDE} points at most, so that bars don't hide each other." if crowded else "",
-        f"Unpruned: {dense.what}, n = {dense.accuracy.n}.",
+        f"Unpruned: {dense.what}, n = {dense.accuracy.n}." if dense.accuracy.n else "",
         more,
         _scratch_caption(scratch) if len(scratch) else "",
         f"{plural(missing, 'run lacks a number and is', 'runs lack a number and are')} left out there."
