@@ -468,7 +468,7 @@ INTERRUPTED = [  # launcher, signal, whether all processes get it, as from a ter
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "number", "who", "at_a_time"), INTERRUPTED)
 def test_an_interrupted_sweep_keeps_its_runs_and_the_same_command_goes_on(launcher, number, who, at_a_time, tmp_path):
-    words = ["seed=0,1,2", "epochs=3", "batch_size=4", "trunks=null"]
+    words = ["seed=0,1,2", "epochs=30", "batch_size=4", "trunks=null"]
     process = launched(tmp_path, launcher, *words)
     while not training(at_work := begun(tmp_path, process, at_a_time)):
         time.sleep(0.05)
