@@ -590,6 +590,14 @@ def test_other_columns_are_paired_too_each_criterion_apart(tmp_path, capsys):
     assert "no run has compensation nonsense; there are affine, mean" in capsys.readouterr().err
 
 
+def test_a_file_where_the_folder_of_the_trace_belongs_is_named(tmp_path):
+    run = write_run(tmp_path / "a", config(), streams=False)
+    run.traces_path.write_bytes(b"as another version wrote it")
+    with pytest.raises(ResultsError, match=r"traces\.parquet is a file"):
+        run.write_traces(pd.DataFrame(columns=run_directory.TRACE_COLUMNS))
+    assert run.traces_path.read_bytes() == b"as another version wrote it"
+
+
 # What a W&B server has.
 
 
