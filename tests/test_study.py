@@ -356,7 +356,7 @@ def declare_two(folder: Path) -> None:
 
 def test_ones_own_runs_draw_what_their_studies_declare(tmp_path, monkeypatch):
     """Without any published table; what can't be drawn is told and leaves the rest."""
-    monkeypatch.setattr(study.figures, "draw", lambda root, out: [])  # tests of its own
+    monkeypatch.setattr(study.figures, "draw", lambda root, out, table: [])  # tests of its own
     runs_of_three_studies(tmp_path / "runs")
     declare_two(tmp_path / "experiments")
     with pytest.warns(UserWarning, match="windows: no training: .*runs with pruning=none"):

@@ -83,13 +83,13 @@ def _parts(pruned: pd.DataFrame, name: str) -> dict[str, pd.DataFrame]:
     return {title: rows for title, rows in parts.items() if not several or rows["criterion"].nunique() > 1}
 
 
-def draw(root: str | Path, out: str | Path) -> list[Path]:
+def draw(root: str | Path, out: str | Path, table: pd.DataFrame | None = None) -> list[Path]:
     """Every figure of the runs under `root`, written to the folder `out`; returns the files' paths.
 
-    Those of tables for each setting. For each data set, model, kind of pruning and criterion the trace of one run, and for the
-    first of these criteria all else that one run shows. Raises ResultsError for bad runs.
+    table: of these runs, if it was read already. Figures of tables are drawn for each setting. For each data set, model, kind of
+    pruning and criterion there is the trace of one run, and for the first of these criteria all else that one run shows. Raises ResultsError for bad runs.
     """
-    table, out = results.table(root), Path(out)
+    table, out = results.table(root) if table is None else table, Path(out)
     command, pruned = f"python -m tnvp.figures {root} --out {out}", table[~table["config.pruning.name"].isin(CONTROLS)]
     written = []
     for name, stem in zip(OF_TABLES, FILES, strict=True):

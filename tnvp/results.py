@@ -127,6 +127,11 @@ def published(path: Path) -> pd.DataFrame:
     return frame.astype({name: dtype for name, dtype in SUMMARY.items() if dtype == "string"})
 
 
+def folder_names(table: pd.DataFrame) -> pd.Series:
+    """The last part of each run's path: the name of its folder, wherever that is."""
+    return table["run"].str.rsplit("/", n=1).str[-1]
+
+
 def with_latency(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     """The table with what `tnvp.latency` wrote to ``path`` of its runs on the CPU.
 
@@ -141,7 +146,7 @@ def with_latency(table: pd.DataFrame, path: Path) -> pd.DataFrame:
     kinds = {"pruned_ms": "", "dense_ms": "_dense", "pruned_iqr_ms": "_iqr", "dense_iqr_ms": "_dense_iqr"}
     wide = times.pivot_table(index="run", columns="batch", values=[name for name in kinds if name in times])
     wide.columns = [f"latency_{batch}{kinds[kind]}" for kind, batch in wide.columns]
-    names = table["run"].str.rsplit("/", n=1).str[-1].rename("name")
+    names = folder_names(table).rename("name")
     table = table.join(wide, on=names)
     like = table.groupby(["config.dataset.name", "config.model.name", "widths"])[list(wide)].transform("mean")
     table = table.assign(**{name: table[name].fillna(like[name]) for name in wide})

@@ -31,6 +31,17 @@ class Stopped(KeyboardInterrupt):
         return Stopped, (self.number,)
 
 
+@contextmanager
+def signals_to(handler: Callable) -> Iterator[dict]:
+    """Inside, SIGNALS go to the handler; yields those that they went to before, and go to again afterwards."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield before
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 class Interrupts:
     """Whether a signal came, and whether it waits for a step to end. ``first``: what is done before the first one stops things at once."""
 
@@ -44,15 +55,13 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            around = getattr(before[SIGNALS[0]], "__self__", None)
-            if isinstance(around, Interrupts) and self.number is not None:
-                around.number, around._came = self.number, self._came
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with signals_to(self._receive) as before:
+            try:
+                yield self
+            finally:
+                around = getattr(before[SIGNALS[0]], "__self__", None)
+                if isinstance(around, Interrupts) and self.number is not None:
+                    around.number, around._came = self.number, self._came
 
     def _receive(self, number: int, frame: object) -> None:
         now = time.monotonic()

@@ -22,8 +22,9 @@ def stability_over_seeds(table: pd.DataFrame, runs: pd.DataFrame, title: str, co
     if table["pruning"].nunique() != 1:
         kinds = ", ".join(sorted(table["pruning"].unique()))
         raise ResultsError(f"the figure shows one kind of pruning, the table has {kinds}: write one of them")
-    drawn = runs[runs["run"].str.rsplit("/", n=1).str[-1].isin(table["run"])]
-    if missing := set(table["run"]) - set(drawn["run"].str.rsplit("/", n=1).str[-1]):
+    names = results.folder_names(runs)
+    drawn = runs[names.isin(table["run"])]
+    if missing := set(table["run"]) - set(names):
         raise ResultsError(f"the study's table lacks {len(missing)} of the runs, such as {min(missing)}")
     groups = list(dict.fromkeys(table["group"]))
     counts = table.groupby(["group", "step", "window", "sparsity"], dropna=False)["seed"].nunique()

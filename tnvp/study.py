@@ -14,7 +14,6 @@ import argparse
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -28,7 +27,7 @@ from matplotlib.figure import Figure
 from tnvp import figures, results, search_figure, stability, sweep, tracking
 from tnvp.declaration import EXPERIMENTS, REPOSITORY, Study, StudyError, Table, read, study_names
 from tnvp.figure_style import plural
-from tnvp.resume import SIGNALS
+from tnvp.resume import signals_to
 from tnvp.run_directory import ResultsError, RunDirectory
 
 
@@ -91,14 +90,9 @@ def attended(command: list[str]) -> int:
 
     Signals are passed on to it, and its end is awaited: its runs are to finish their step.
     """
-    with subprocess.Popen(command) as process:
-        before = {n: signal.signal(n, lambda number, frame: process.send_signal(number)) for n in SIGNALS}
-        try:
-            status = process.wait()
-            return status if status >= 0 else 128 - status
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    with subprocess.Popen(command) as process, signals_to(lambda number, frame: process.send_signal(number)):
+        status = process.wait()
+    return status if status >= 0 else 128 - status
 
 
 def publish(study: Study, extra: list[str], partial: bool = False, wandb: str = "disabled") -> list[Path]:
@@ -275,8 +269,8 @@ def draw_runs(root: Path, out: Path, experiments: Path = EXPERIMENTS) -> list[Pa
     Those of `figures.draw` in ``out``; in out/<study>, for each study that is declared and has runs there, what `publish` writes of
     all its runs, finished or not as many as declared. Published tables are not read.
     """
-    written = figures.draw(root, out)
-    table, command = results.table(root), f"python -m tnvp.study figures --results {root} --out {out}"
+    table = results.table(root)
+    written, command = figures.draw(root, out, table), f"python -m tnvp.study figures --results {root} --out {out}"
     for name in sorted(set(table["study"].dropna()) & set(study_names(experiments))):
         study, rows, folder = read(name, experiments), table[table["study"] == name].reset_index(drop=True), out / name
         for old in (study.table_path.name, *study.tables):  # of runs that are gone
